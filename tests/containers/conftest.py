@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run containers: an engine, and our image."""
+"""Fixtures for tests that run containers: an engine and our image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.containers.local_mode import removed_network
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A Docker engine that answers: the one that runs, else one that lives as long as the tests."""
+    """A Docker engine that answers: the running one, or a temporary one for this test session."""
     if engines.is_running():
         with removed_network():
             yield
@@ -35,7 +35,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def image(engine: None) -> str:
-    """The name of the image that docker/Dockerfile makes."""
+    """The name of the image built from docker/Dockerfile."""
     if missing := images.what_is_missing():
         pytest.skip(f"the image cannot be built without {', '.join(missing)}")
     return images.build_image()

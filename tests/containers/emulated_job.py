@@ -1,4 +1,4 @@
-"""A job with instance groups in containers, by lightning-sm submit --local, and what its hosts left."""
+"""A job with instance groups in containers, run by ``lightning-sm submit --local``, and the files of its hosts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import yaml
 
 from tests.containers.local_mode import ROOT
 
-# Only a hang reaches it: see local_mode.
+# Only a hang reaches this limit: see local_mode.
 _TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
 class EmulatedJob:
-    """A job that has ended.
+    """A finished job.
 
     Attributes:
         returncode: Exit code of the command.
-        output: What it printed, the hosts' output included.
+        output: What the command printed, including the hosts' output.
         folder: Folder of the job.
     """
 
@@ -35,27 +35,27 @@ class EmulatedJob:
 
     @property
     def has_succeeded(self) -> bool:
-        """Whether every host ended with 0."""
+        """Whether every host exited with 0."""
         return self.returncode == 0
 
     @property
     def model(self) -> dict[str, bytes]:
-        """Path to content of the files in the hosts' model folders."""
+        """Content of the files in the hosts' model folders, by path."""
         return self._files("model")
 
     @property
     def artifacts(self) -> dict[str, bytes]:
-        """Path to content of the files in the hosts' output folders, such as ``data/algo-1/rank-0.json``."""
+        """Content of the files in the hosts' output folders, by path, such as ``data/algo-1/rank-0.json``."""
         return self._files("output")
 
     def hosts(self, *groups: str) -> list[str]:
-        """The hosts of some groups, in the order that the hosts were told."""
+        """Return the hosts of some groups, in the order of resourceconfig.json."""
         config = json.loads((self.folder / "algo-1" / "input" / "config" / "resourceconfig.json").read_text())
         by_group = {group["instance_group_name"]: group["hosts"] for group in config["instance_groups"]}
         return [host for group in groups for host in by_group[group]]
 
     def json(self, name: str) -> Any:
-        """The value in a JSON file of the output."""
+        """Return the value in a JSON file of the output."""
         return json.loads(self.artifacts[name])
 
     def _files(self, part: str) -> dict[str, bytes]:
@@ -69,7 +69,7 @@ class EmulatedJob:
 
 
 def submit(folder: Path, job: Mapping[str, Any]) -> EmulatedJob:
-    """Run a job to its end.
+    """Run a job until it ends.
 
     Args:
         folder: Empty folder for everything that the job leaves behind.

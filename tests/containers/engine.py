@@ -1,4 +1,4 @@
-"""A Docker engine for the tests: the one that runs, else one of their own, of which nothing is left."""
+"""A Docker engine for the tests: the running one, or a temporary one that is removed completely."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-# A folder in which several runs of the tests keep one engine's images: to build them takes minutes.
+# Folder in which several test runs share one engine's images, because building them takes minutes.
 FOLDER_VARIABLE = "LIGHTNING_SM_TEST_ENGINE"
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 60.0
@@ -23,10 +23,10 @@ _NETWORK_RULES = ("iptables-save", "iptables-restore")
 
 
 def docker(*arguments: str, timeout_s: float = 120.0, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a command of the Docker client and return what it wrote, stderr in stdout.
+    """Run a command of the Docker client and return its output, stderr merged into stdout.
 
     Raises:
-        AssertionError: It failed; the message has its output.
+        AssertionError: The command failed; the message has its output.
     """
     ended = subprocess.run(
         ["docker", *arguments],
@@ -47,7 +47,7 @@ def is_running() -> bool:
 
 
 def what_is_missing() -> list[str]:
-    """What this machine lacks for an engine of the tests' own."""
+    """Return what this machine lacks for a temporary engine."""
     commands = ("docker", "dockerd", *_NETWORK_RULES)
     missing = [f"{command} (Debian: docker.io, iptables)" for command in commands if shutil.which(command) is None]
     return missing if os.geteuid() == 0 else ["root", *missing]
@@ -58,11 +58,11 @@ def own_engine(folder: Path) -> Iterator[None]:
     """Run an engine that keeps everything in a folder, and restore the machine's network afterwards.
 
     Args:
-        folder: A folder for the engine alone. It grows to 14 GB; whoever made it removes it.
+        folder: A folder for the engine alone. It grows to 14 GB; the caller removes it.
 
     Raises:
-        AssertionError: The disk has too little room, which would fail every test after it; or the engine did not
-            start, or did not stop; the message has its log.
+        AssertionError: The disk has too little space, which would fail all later tests, or the engine did not
+            start or stop; the message has its log.
     """
     free_gb = shutil.disk_usage(folder).free / 1e9
     assert free_gb >= _FREE_GB or (folder / "data").exists(), (
@@ -72,7 +72,7 @@ def own_engine(folder: Path) -> Iterator[None]:
     was_forwarding = _FORWARDING.read_text(encoding="ascii")
     rules = subprocess.run([_NETWORK_RULES[0]], capture_output=True, text=True, check=True).stdout
     links = set(psutil.net_if_stats())
-    # Before the engine does it, which also makes the machine drop what other bridges forward.
+    # If the engine enabled forwarding itself, it would also make the machine drop packets of other bridges.
     _FORWARDING.write_text("1", encoding="ascii")
     log = folder / "dockerd.log"
     options = ["--data-root", folder / "data", "--exec-root", folder / "exec", "--pidfile", folder / "pid"]

@@ -1,4 +1,4 @@
-"""The images of the tests: the real Dockerfile on a base that needs no registry."""
+"""The tests' images: the real Dockerfile, on a base image that needs no registry."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.containers.engine import docker
 
 REPOSITORY = Path(__file__).parents[2]
 IMAGE = "lightning-sm-test/image"
-# A real image with micromamba, where a registry and conda's channels can be reached.
+# Names a real image with micromamba, for machines that can reach a registry and conda's channels.
 BASE_VARIABLE = "LIGHTNING_SM_TEST_BASE_IMAGE"
 _DEBIAN, _STAND_IN = "lightning-sm-test/debian", "lightning-sm-test/micromamba"
 _SUITE, _PACKAGES = "bookworm", "ca-certificates,python3,python3-venv,python3-dev"
-# Certificates that this machine trusts besides, such as those of a proxy: pip in a container asks for them, too.
+# Copies this machine's additional certificates, such as a proxy's, because pip in a container needs them too.
 _TRUST = (
     "if ls /usr/local/share/ca-certificates/*.crt >/dev/null 2>&1; then "
     'cp /usr/local/share/ca-certificates/*.crt "$1/usr/local/share/ca-certificates/"; '
@@ -25,7 +25,7 @@ _BUILD_TIMEOUT_S = 1800.0
 
 
 def build_image() -> str:
-    """Build ``docker/Dockerfile`` and return the image's name; what the engine has built before is kept."""
+    """Build ``docker/Dockerfile`` and return the image's name; the engine reuses what it has built before."""
     base = os.environ.get(BASE_VARIABLE) or _build_stand_in()
     return build(REPOSITORY / "docker" / "Dockerfile", IMAGE, BASE_IMAGE=base)
 
@@ -34,9 +34,9 @@ def build(dockerfile: Path, tag: str, context: Path = REPOSITORY, **arguments: s
     """Build an image and return its name.
 
     Args:
-        dockerfile: The file.
+        dockerfile: The Dockerfile.
         tag: Name of the image.
-        context: Folder that it may copy from.
+        context: Build context, from which the Dockerfile may copy.
         arguments: Build arguments.
     """
     options = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
@@ -45,7 +45,7 @@ def build(dockerfile: Path, tag: str, context: Path = REPOSITORY, **arguments: s
 
 
 def what_is_missing() -> list[str]:
-    """What this machine lacks to build the images."""
+    """Return what this machine lacks to build the images."""
     if os.environ.get(BASE_VARIABLE) or _has(_DEBIAN) or shutil.which("mmdebstrap"):
         return []
     return [f"mmdebstrap, or {BASE_VARIABLE} (such as mambaorg/micromamba)"]
@@ -53,7 +53,7 @@ def what_is_missing() -> list[str]:
 
 def _build_stand_in() -> str:
     if not _has(_DEBIAN):
-        # Without a sync for each file, as in Debian's own images.
+        # Skip the sync after each file, as Debian's images do.
         options = ["--variant=minbase", "--dpkgopt=force-unsafe-io", f"--include={_PACKAGES}"]
         make = ["mmdebstrap", *options, f"--customize-hook={_TRUST}", _SUITE, "-"]
         with subprocess.Popen(make, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as root_folder:

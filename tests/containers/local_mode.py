@@ -1,7 +1,7 @@
-"""Jobs in the local mode of SDK v2, judged by every container's exit code.
+"""Jobs in the local mode of SDK v2, judged by the exit codes of all containers.
 
-``fit`` is not to be believed: it returns as if nothing had happened when another container than the first one to end
-failed, and its telemetry swallows KeyboardInterrupt and pytest's own time limits. So it runs in a process of its own.
+``fit`` hides failures: it returns normally if a container fails after the first one has exited, and its telemetry
+swallows KeyboardInterrupt and pytest's timeouts. So it runs in a separate process.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from tests.containers.engine import docker
 ROOT = Path(__file__).resolve().parents[2]
 ROLE = "arn:aws:iam::111111111111:role/unused"
 _FIT = Path(__file__).parent / "scripts" / "fit.py"
-# Starts a command in a network namespace of its own, where there is only loopback.
+# Runs a command in a new network namespace, which has only loopback.
 OFFLINE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
-# Only a hang reaches it: a job of three containers takes one minute on two idle cores, and three beside other work.
+# Only a hang reaches this limit: a job of three containers takes one minute on two idle cores, and three under load.
 _TIMEOUT_S = 600.0
-_NETWORK = "sagemaker-local"  # the SDK's, of all its local jobs
+_NETWORK = "sagemaker-local"  # the SDK uses it for all its local jobs
 
 
 @dataclass(frozen=True)
 class LocalJob:
-    """A job that has ended.
+    """A finished job.
 
     Attributes:
-        returncode: Exit code of the process in which ``fit`` ran; None if it ran past the time limit. It is 0 for
+        returncode: Exit code of the process that ran ``fit``; None if it exceeded the time limit. It is 0 for
             some jobs that failed.
-        output: What that process printed, the containers' output included.
-        exit_codes: Host (``algo-1``) to exit code of its container; None for one that was still running.
-        logs: Host to output of its container.
-        output_dir: Folder that ``output_path`` named.
+        output: Output of that process, including the containers' output.
+        exit_codes: Exit code of each host's container, by host (``algo-1``); None if it was still running.
+        logs: Output of each host's container, by host.
+        output_dir: The folder that ``output_path`` named.
     """
 
     returncode: int | None
@@ -52,24 +52,24 @@ class LocalJob:
 
     @property
     def has_succeeded(self) -> bool:
-        """Whether ``fit`` returned and every container ended with 0."""
+        """Whether ``fit`` returned and every container exited with 0."""
         return self.returncode == 0 and bool(self.exit_codes) and set(self.exit_codes.values()) == {0}
 
     @property
     def model(self) -> dict[str, bytes]:
-        """Path to content of the files in ``model.tar.gz``."""
+        """Content of the files in ``model.tar.gz``, by path."""
         return _archive(self.output_dir / "model.tar.gz")
 
     @property
     def artifacts(self) -> dict[str, bytes]:
-        """Path to content of the files in ``output.tar.gz``: ``failure``, ``success`` and those below ``data/``."""
+        """Content of the files in ``output.tar.gz``, by path: ``failure``, ``success`` and files below ``data/``."""
         return _archive(self.output_dir / "output.tar.gz")
 
     def json(self, name: str) -> Any:
-        """The value in a JSON file of ``output.tar.gz``.
+        """Return the value in a JSON file of ``output.tar.gz``.
 
         Args:
-            name: Its path there.
+            name: Path of the file in the archive.
         """
         return json.loads(self.artifacts[name])
 
@@ -89,18 +89,18 @@ def fit(
     is_offline: bool = False,
     timeout_s: float = _TIMEOUT_S,
 ) -> LocalJob:
-    """Run a job to its end and remove its containers, whatever happened.
+    """Run a job until it ends, and always remove its containers.
 
     Args:
         python: An interpreter with version 2 of the SDK.
         folder: Empty folder for everything that the job leaves behind.
         estimator_arguments: Arguments of the estimator, as JSON. ``role`` and ``output_path`` are filled in.
-        inputs: Channel name to ``file://`` address, or to the arguments of a ``TrainingInput``.
+        inputs: ``file://`` address or ``TrainingInput`` arguments of each channel, by name.
         estimator: Class of the estimator.
         container_config: Further settings of all containers, as in a Compose file.
-        label: Label of the job's containers, by which others may find them. Default: a new one.
-        is_offline: Whether the SDK sees no network but loopback; needs root, and an engine behind a Unix socket.
-        timeout_s: Seconds for the job. When they are over, its containers are killed.
+        label: Label by which others can find the job's containers. Default: a new one.
+        is_offline: Whether the SDK has no network but loopback; needs root, and an engine behind a Unix socket.
+        timeout_s: Time limit of the job, after which its containers are killed.
     """
     label = label or new_label()
     output_dir, root = folder / "output", folder / "sdk"
@@ -121,21 +121,21 @@ def fit(
 
 
 def new_label() -> str:
-    """A label that no other job has."""
+    """Return a label that no other job has."""
     return f"lightning-sm-test={secrets.token_hex(8)}"
 
 
 def run_job(
     command: Sequence[str], env: Mapping[str, str], label: str, output_dir: Path, timeout_s: float = _TIMEOUT_S
 ) -> LocalJob:
-    """Run the process that runs a job, and remove the job's containers, whatever happened.
+    """Run the process of a job, and always remove the job's containers.
 
     Args:
-        command: Its program and arguments.
-        env: Its variables.
+        command: Program and arguments of the process.
+        env: Environment variables of the process.
         label: Label of the job's containers.
         output_dir: Folder where the SDK leaves ``model.tar.gz`` and ``output.tar.gz``.
-        timeout_s: Seconds for the job. When they are over, its containers are killed.
+        timeout_s: Time limit of the job, after which its containers are killed.
     """
     with _removed_containers(label):
         returncode, output = _run(command, env, timeout_s)
@@ -146,14 +146,14 @@ def run_job(
 
 
 def sdk_variables(folder: Path) -> dict[str, str]:
-    """Variables with which the SDK asks for no network and finds no account.
+    """Return variables that keep the SDK from using the network and from finding an account.
 
     Args:
-        folder: Where its settings and temporary files are put.
+        folder: Folder for the SDK's settings and temporary files.
     """
     settings, temporary = folder / "sagemaker.yaml", folder / "tmp"
     temporary.mkdir(exist_ok=True)
-    # The default one is a telemetry request in each job.
+    # By default, the SDK sends a telemetry request in each job.
     settings.write_text('SchemaVersion: "1.0"\nSageMaker: {PythonSDK: {Modules: {TelemetryOptOut: true}}}\n')
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "SAGEMAKER_"))}
     return {
@@ -188,17 +188,17 @@ def _run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tu
         return process.returncode, output
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # docker-compose, too
+            os.killpg(process.pid, signal.SIGKILL)  # kills docker-compose as well
     output, _ = process.communicate()
     return returncode, output
 
 
 @contextmanager
 def removed_network() -> Iterator[None]:
-    """Remove the network of the SDK's local jobs, unless it was there before.
+    """Remove the network of the SDK's local jobs, unless it existed before.
 
-    For all jobs together: Docker would remove it from under the containers of a job that has made them, and is about to
-    start them.
+    Enter this once for all jobs: Docker lets one job remove the network while another has created its containers but
+    not started them yet.
     """
     had_network = _NETWORK in docker("network", "ls", "--format", "{{.Name}}").stdout.splitlines()
     try:
@@ -218,12 +218,12 @@ def _removed_containers(label: str) -> Iterator[None]:
 
 
 def _containers(label: str) -> dict[str, tuple[str, int | None]]:
-    """Host to id and exit code of its container."""
+    """Return id and exit code of each host's container, by host."""
     found: dict[str, tuple[str, int | None]] = {}
     for identity in docker("ps", "--all", "--quiet", "--filter", f"label={label}").stdout.split():
         facts = docker("inspect", "--format", "{{.State.Status}} {{.State.ExitCode}} {{.Name}}", identity).stdout
         state, exit_code, name = facts.split()
-        # The SDK's names: <random>-algo-1-<suffix of the job>.
+        # The SDK names containers <random>-algo-1-<suffix of the job>.
         match = re.search(r"algo-\d+", name)
         assert match, f"container {name!r} is none of the SDK's"
         found[match.group()] = identity, int(exit_code) if state in {"exited", "dead"} else None

@@ -1,4 +1,4 @@
-"""The user's own code of the tests: a script with a module and a package beside it, and what its ranks saw."""
+"""A user's code for the tests: a script with a module and a package beside it, and what its ranks saw."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fakes.wheel import write_wheel
 
 ENTRY_POINT = "train.py"
 _CODE = Path(__file__).parent / "scripts" / "own_code"
-# Arguments of the model: every kind of value that a hyperparameter can have.
+# Arguments of the model, with every type of value that a hyperparameter can have.
 ARGUMENTS = {
     "flag": True,
     "off": False,
@@ -28,20 +28,20 @@ ARGUMENTS = {
     "rate": 1e-05,
     "code": "007",
 }
-# What a training with SageMakerCLI leaves in the model's folder.
+# The files that a training with SageMakerCLI saves in the model folder.
 MODEL_FILES = {"model.ckpt", "state_dict.pt", "config.yaml"}
 _IN_THE_MIDDLE = "is in the middle"
-# Containers share the machine's cores: more threads would wait for each other. A report takes seconds at the end of a
-# job; the app that trains in the image alone leaves one (test_image.py).
+# Containers share the machine's cores, so more threads would wait for each other. A report adds seconds to the end of a
+# job; test_image.py covers it.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "LIGHTNING_SM_REPORT_S": "0"}
 
 
 def source_dir(folder: Path, *, has_requirements: bool = False) -> str:
-    """A copy of the code, as local mode mounts it writable.
+    """Return a copy of the code: local mode mounts it writable.
 
     Args:
-        folder: Where to make it.
-        has_requirements: Whether it has a requirements.txt, which every host installs.
+        folder: Where to create it.
+        has_requirements: Whether to add a requirements.txt, which every host installs.
     """
     copy = folder / "code"
     shutil.copytree(_CODE, copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -51,10 +51,10 @@ def source_dir(folder: Path, *, has_requirements: bool = False) -> str:
 
 
 def points(folder: Path) -> Path:
-    """The data: a folder for a channel.
+    """Create the data, and return its folder, for a channel.
 
     Args:
-        folder: Where to make it.
+        folder: Where to create it.
     """
     data = folder / "points"
     data.mkdir(parents=True)
@@ -63,10 +63,10 @@ def points(folder: Path) -> Path:
 
 
 def short(host: str) -> str:
-    """The name of a host without the random end that SDK v2 gives it: ``algo-1``.
+    """Return a host's name without the random suffix of SDK v2: ``algo-1``.
 
     Args:
-        host: Its name.
+        host: The full name.
     """
     match = re.match(r"algo-\d+", host)
     assert match, f"{host!r} is no host of the SDK's"
@@ -74,7 +74,7 @@ def short(host: str) -> str:
 
 
 def seen(job: LocalJob) -> list[dict[str, Any]]:
-    """What the ranks of a job saw, in their order.
+    """Return what the ranks of a job saw, in rank order.
 
     Args:
         job: A job that ran this code.
@@ -84,7 +84,7 @@ def seen(job: LocalJob) -> list[dict[str, Any]]:
 
 
 def places(job: LocalJob) -> list[tuple[int, str, int, int, int]]:
-    """Rank, host, node rank, local rank and world size of each rank of a job, as Lightning saw them.
+    """Return rank, host, node rank, local rank and world size of each rank, as Lightning saw them.
 
     Args:
         job: A job that ran this code.
@@ -94,11 +94,11 @@ def places(job: LocalJob) -> list[tuple[int, str, int, int, int]]:
 
 
 def check_two_hosts(job: LocalJob, interface: str | None) -> None:
-    """Assert that a job of one rank on each of two hosts went well, with ``ARGUMENTS`` and ``max_epochs=1``.
+    """Assert that a job with one rank on each of two hosts succeeded, with ``ARGUMENTS`` and ``max_epochs=1``.
 
     Args:
         job: A job that ran this code.
-        interface: The network interface that its ranks met through; None: the script was not told one.
+        interface: The network interface that the ranks used; None: the script was given none.
     """
     assert job.has_succeeded, job
     assert set(job.model) == MODEL_FILES
@@ -111,12 +111,12 @@ def check_two_hosts(job: LocalJob, interface: str | None) -> None:
 
 
 def stop_in_the_middle(label: str, num_hosts: int, running: Future[LocalJob]) -> None:
-    """Stop all containers of a job as soon as every one has trained a step, as the service stops a job.
+    """Stop all containers of a job, as the service does, once each has trained a step.
 
     Args:
         label: Label of the containers.
-        num_hosts: Their number.
-        running: The job.
+        num_hosts: Number of containers.
+        running: The running job.
     """
     containers: list[str] = []
     while len(containers) < num_hosts:

@@ -1,4 +1,4 @@
-"""Jobs in the local mode of SDK v3, judged by every container's exit code."""
+"""Jobs in the local mode of SDK v3, judged by the exit codes of all containers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def train(
     num_hosts: int = 1,
     timeout_s: float = 180.0,
 ) -> LocalJob:
-    """Run ``ModelTrainer.train`` to its end, without network, and remove the containers.
+    """Run ``ModelTrainer.train`` until it ends, without network, and remove the containers.
 
     Args:
         python: An interpreter with version 3 of the SDK.
         folder: Empty folder for everything that the job leaves behind.
-        arguments: Arguments of ``ModelTrainer``, as JSON; ``source_code`` and ``distributed`` as those of
-            ``SourceCode`` and ``Torchrun``.
-        inputs: Channel name to folder.
+        arguments: Arguments of ``ModelTrainer``, as JSON, with the arguments of ``SourceCode`` and ``Torchrun`` as
+            ``source_code`` and ``distributed``.
+        inputs: Folder of each channel, by name.
         num_hosts: Number of containers.
-        timeout_s: Seconds for the job. When they are over, its containers are killed.
+        timeout_s: Time limit of the job, after which its containers are killed.
     """
-    # Compose names the project after the folder (train/local/local_container.py leaves it to it). It allows letters and
-    # digits only.
+    # Compose names the project after the folder (train/local/local_container.py sets no name), and allows only letters
+    # and digits in it.
     root = folder / f"lightningsm{secrets.token_hex(8)}"
     root.mkdir(parents=True)
     settings = {

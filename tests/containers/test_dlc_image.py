@@ -1,4 +1,4 @@
-"""The image on top of AWS's Deep Learning Container, for which a stand-in takes the place of AWS's."""
+"""The image on top of AWS's Deep Learning Container, with a stand-in for AWS's image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fakes.job_folder import resource_config, write_job
 
 pytestmark = [pytest.mark.docker, pytest.mark.proof]
 
-# Version of torch, and when each of its files was written.
+# Prints the version of torch, and when each of its files was written.
 _TORCH = (
     "cd / && python -c 'import torch; print(torch.__version__)' && "
     'find "$(python -c "import sysconfig; print(sysconfig.get_path(\\"purelib\\"))")/torch" -name "*.py" '
@@ -30,7 +30,7 @@ def base(image):
 
 @pytest.fixture(scope="module")
 def dlc_image(base):
-    """The name of the image that docker/Dockerfile.dlc makes."""
+    """The name of the image built from docker/Dockerfile.dlc."""
     return build(REPOSITORY / "docker" / "Dockerfile.dlc", "lightning-sm-test/dlc", BASE_IMAGE=base)
 
 
@@ -39,13 +39,13 @@ def _inside(image, script):
 
 
 def test_the_build_keeps_the_torch_of_its_base(base, dlc_image):
-    """No file of torch is another one than in AWS's image, which lacks lightning_sm."""
+    """Every file of torch is the same as in AWS's image, which lacks lightning_sm."""
     assert _inside(dlc_image, _TORCH) == _inside(base, _TORCH)
     assert "No module named 'lightning_sm'" in _inside(base, "cd / && python -c 'import lightning_sm' 2>&1 || true")
 
 
 def test_the_launcher_takes_the_place_of_the_shell(dlc_image):
-    """Process 1 is lightning-sm, and doctor finds signals sound."""
+    """Process 1 is lightning-sm, and doctor reports that signals work."""
     config = json.loads(docker("image", "inspect", dlc_image).stdout)[0]["Config"]
     assert (config["Entrypoint"], config["Cmd"]) == (["lightning-sm"], ["train"])
     ended = docker("run", "--rm", dlc_image, "doctor", "--json", check=False)
@@ -54,7 +54,7 @@ def test_the_launcher_takes_the_place_of_the_shell(dlc_image):
 
 
 def test_the_app_of_the_image_trains(dlc_image, tmp_path):
-    """The settings of AWS's image do not lead to AWS's entry point: the app trains, and leaves its model."""
+    """AWS's settings do not start AWS's entry point: the app trains and saves its model."""
     resources = resource_config({"homogeneousCluster": ["algo-1"]}, "algo-1")
     ml = write_job(tmp_path / "ml", resources, hyperparameters={"config": "app/configs/smoke.yaml"})
     mounts = []

@@ -1,4 +1,4 @@
-"""The image by itself: what is in it, and what its entry point does."""
+"""The content of the image, and the behaviour of its entry point."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from tests.fakes.job_folder import resource_config, write_job
 
 pytestmark = pytest.mark.docker
 
-# Says that it runs, and waits for the signal, which ends it.
+# Reports that it runs, then waits for SIGTERM, which ends it.
 WAITING_SCRIPT = """
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -30,7 +30,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @contextmanager
 def advisories(vulnerable):
-    """A stand-in for OSV's service, which knows of one vulnerable package; yields its address."""
+    """Run a fake of OSV's service that reports one vulnerable package; yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -59,7 +59,7 @@ def advisories(vulnerable):
 
 @pytest.fixture
 def facts(image):
-    """What the engine knows about the image."""
+    """The image's configuration, from the engine."""
     return json.loads(docker("image", "inspect", image).stdout)[0]["Config"]
 
 
@@ -72,12 +72,12 @@ def container_name():
 
 
 def inside(image, script):
-    """The output of a shell script in a container of the image."""
+    """Return the output of a shell script in a container of the image."""
     return docker("run", "--rm", "--network", "none", "--entrypoint", "bash", image, "-euc", script).stdout
 
 
 def test_doctor_finds_the_image_sound(image):
-    """The smoke command of the image finds no problem, and prints the versions."""
+    """doctor, the image's smoke test, finds no problem and prints the versions."""
     ended = docker("run", "--rm", image, "doctor", "--json")
     checks = {check["name"]: check for check in json.loads(ended.stdout)["results"]}
     assert "sagemaker-training" in checks["versions"]["found"]
@@ -85,12 +85,12 @@ def test_doctor_finds_the_image_sound(image):
 
 
 def test_the_entry_point_is_process_1(facts):
-    """No shell stands between the service's signals and the launcher."""
+    """The launcher gets the service's signals directly, without a shell in between."""
     assert facts["Entrypoint"] == ["lightning-sm"]
 
 
 def test_the_package_lies_where_the_service_hides_nothing(image):
-    """lightning_sm is in site-packages, outside /opt/ml; the app is where the toolkit keeps code."""
+    """lightning_sm is in site-packages, outside /opt/ml; the app is in the toolkit's code folder."""
     paths = inside(
         image, "cd /; python -c 'import lightning_sm; print(lightning_sm.__file__)'; ls /opt/ml/code/app/train.py"
     )
@@ -101,19 +101,19 @@ def test_the_package_lies_where_the_service_hides_nothing(image):
 
 @pytest.mark.proof
 def test_torch_can_compile(image):
-    """There are compilers for C and C++, and Python's headers, which torch.compile needs when a job runs."""
+    """The image has C and C++ compilers and Python's headers, which torch.compile needs in a job."""
     script = "import torch; print(torch.compile(lambda x: (x.sin() + 1).sum())(torch.zeros(8)).item())"
     assert inside(image, f"command -v gcc; OMP_NUM_THREADS=1 python -c '{script}'").splitlines()[-1] == "8.0"
 
 
 def test_the_toolkit_is_there(image):
-    """Its own entry point can be chosen instead of ours."""
+    """Users can choose the toolkit's entry point instead of ours."""
     assert inside(image, "command -v train") == "/opt/conda/bin/train\n"
 
 
 @pytest.mark.proof
 def test_what_pip_installed_can_be_frozen(image):
-    """The lock has the packages of pip with version and checksum, and not those that the Dockerfile installs itself."""
+    """The lock has pip's packages with version and checksum, except those that the Dockerfile installs itself."""
     script = (REPOSITORY / "docker" / "pip_lock.py").read_text(encoding="utf-8")
     command = ["docker", "run", "--rm", "--interactive", "--entrypoint", "python", image, "-"]
     ended = subprocess.run(command, input=script, capture_output=True, text=True, timeout=300, check=True)
@@ -126,7 +126,7 @@ def test_what_pip_installed_can_be_frozen(image):
 
 @pytest.mark.proof
 def test_a_bill_of_materials_lists_all_packages_and_a_scan_names_the_vulnerable_one(image, tmp_path):
-    """``make sbom`` writes a valid bill, with Debian's and Python's packages, and fails if one has a known fault."""
+    """``make sbom`` writes a valid bill of Debian's and Python's packages, and fails if one is vulnerable."""
     with advisories("idna") as url:
         options = [f"IMAGE={image}", f"BIN={Path(sys.executable).parent}", f"SBOM={tmp_path}/sbom"]
         options.append(f"AUDIT=-s osv --osv-url {url}")
@@ -142,12 +142,12 @@ def test_a_bill_of_materials_lists_all_packages_and_a_scan_names_the_vulnerable_
 
 
 def test_pytorch_is_for_gpus(image):
-    """PyTorch knows CUDA, though no GPU is here."""
+    """PyTorch is built for CUDA, although this machine has no GPU."""
     assert inside(image, "python -c 'import torch; print(torch.version.cuda)'").strip() != "None"
 
 
 def test_no_secret_is_in_the_settings(facts):
-    """Neither variables nor labels hold what looks like a secret or an address of a package index."""
+    """Variables and labels contain neither secrets nor the address of a package index."""
     settings = [*facts["Env"], *map(str, (facts["Labels"] or {}).items())]
     assert not [
         line for line in settings if any(word in line.upper() for word in ("TOKEN", "SECRET", "PASSWORD", "://"))
@@ -155,7 +155,7 @@ def test_no_secret_is_in_the_settings(facts):
 
 
 def test_off_sagemaker_train_says_so(image):
-    """Started without a job, the container ends with 2 and says what is missing, and what to do on a laptop."""
+    """Without a job, the container exits with 2, says what is missing, and what to run on a laptop."""
     ended = docker("run", "--rm", image, "train", check=False)
     assert ended.returncode == 2
     assert "This is not a SageMaker host" in ended.stdout
@@ -163,7 +163,7 @@ def test_off_sagemaker_train_says_so(image):
 
 
 def test_stopping_reaches_the_script(image, container_name, tmp_path):
-    """``docker stop`` is heard by the script, whose exit code is the container's, and the reason is left."""
+    """``docker stop`` reaches the script; its exit code is the container's, and the failure file has the reason."""
     ml = write_job(tmp_path / "ml", resource_config({"homogeneousCluster": ["algo-1"]}, "algo-1"))
     (ml / "output").mkdir()
     (tmp_path / "code").mkdir()
@@ -186,7 +186,7 @@ def test_stopping_reaches_the_script(image, container_name, tmp_path):
 
 @pytest.mark.proof
 def test_the_baked_app_trains(image, container_name, tmp_path):
-    """Without anything but the service's files, the app in the image trains, and leaves its model and a report."""
+    """With only the service's files, the app in the image trains, and saves its model and a report."""
     hyperparameters = {"config": "app/configs/smoke.yaml"}
     resources = resource_config({"homogeneousCluster": ["algo-1"]}, "algo-1")
     ml = write_job(tmp_path / "ml", resources, hyperparameters=hyperparameters)

@@ -1,4 +1,4 @@
-"""lightning-sm local --image: emulated hosts as containers of our image, with files, faults and ends of their own."""
+"""``lightning-sm local --image``: emulated hosts as containers of our image, with separate files, faults and exits."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ pytestmark = pytest.mark.docker
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 _SCRIPT = "emulated_host.py"
-# Only a hang reaches it: containers share the cores with whatever else runs.
+# Only a hang reaches this limit: containers share the cores with other work.
 _DEADLINE_S = 600
 _NO_REPORT = "LIGHTNING_SM_REPORT_S=0"
-# A launcher that starts late, on a busy machine, is waited for.
+# Makes hosts wait for a launcher that starts late on a busy machine.
 _ALL_MEET = "LIGHTNING_SM_PEERS_TIMEOUT_S=600"
 
 
 @pytest.fixture
 def options(image, tmp_path):
-    """Options of the command for our image; after the test, no container of its jobs is left."""
+    """Options of the command for our image; no container of its jobs may be left after the test."""
     yield ["--image", image, "--env", _NO_REPORT, "--env", _ALL_MEET]
     assert not _left(tmp_path)
 
 
 def _left(tmp_path):
-    """The containers and networks of the jobs of a test."""
+    """Return the containers and networks left by the jobs of a test."""
     left = []
     for folder in (tmp_path / "jobs").glob("local-*"):
         for kind in (("ps", "--all"), ("network", "ls")):
@@ -48,7 +48,7 @@ def _facts(folder):
 
 
 def _lines_until(process, *texts):
-    """Read the output until there has been a line with each of some texts."""
+    """Read the output until each of some texts has been in a line."""
     read, missing = [], list(texts)
     for line in process.stdout:
         read.append(line)
@@ -59,7 +59,7 @@ def _lines_until(process, *texts):
 
 
 def test_hosts_are_containers_with_files_and_names_of_their_own(options, tmp_path):
-    """Each host has the service's name, address, groups and channels, and nothing of this machine's variables."""
+    """Each host has the service's name, address, groups and channels, and none of this machine's variables."""
     (tmp_path / "points, of data").mkdir()
     (tmp_path / "points, of data" / "one").touch()
     groups = ["--group", "trainer=2", "--group", "data=1"]
@@ -81,7 +81,7 @@ def test_hosts_are_containers_with_files_and_names_of_their_own(options, tmp_pat
 
 
 def test_an_interrupted_job_finds_its_checkpoint_in_the_next_attempt(options, tmp_path):
-    """SIGTERM reaches process 1 of each container; the second attempt has the checkpoint, and new folders else."""
+    """SIGTERM reaches process 1 of each container; the second attempt has the checkpoint, and otherwise new folders."""
     faults = ["--group", "trainer=2", "--fault", "interrupt@step=5"]
     ended = _run(tmp_path, *options, *faults, "--", _SCRIPT, "wait")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -100,14 +100,14 @@ def test_an_interrupted_job_finds_its_checkpoint_in_the_next_attempt(options, tm
     ],
 )
 def test_a_killed_process_or_container_fails_the_job(options, tmp_path, fault, exit_code, reason):
-    """A rank is killed alone, and its launcher says so; without process 1, the whole container ends."""
+    """The launcher reports a killed rank; a killed process 1 ends the whole container."""
     ended = _run(tmp_path, *options, "--group", "trainer=2", "--fault", fault, "--", _SCRIPT, "wait")
     assert ended.returncode == exit_code, ended.stdout + ended.stderr
     assert reason in ended.stdout
 
 
 def test_a_stopped_job_ends_also_a_host_that_hangs(options, tmp_path):
-    """The fault pauses the container of one host, until the command is stopped, which all hosts hear of."""
+    """Ctrl-C stops all hosts, even one whose container the fault has paused."""
     faults = ["--group", "trainer=2", "--fault", "hang:algo-2@step=5"]
     with in_background(tmp_path / "jobs", _SCRIPTS, *options, *faults, "--", _SCRIPT, "wait") as process:
         _lines_until(process, "Fault hang:algo-2@step=5")
@@ -122,7 +122,7 @@ def test_a_stopped_job_ends_also_a_host_that_hangs(options, tmp_path):
 
 @pytest.mark.proof
 def test_a_host_that_hangs_hears_of_no_interruption(options, tmp_path):
-    """SIGTERM does not let a paused container continue: the host is killed when the grace period is over."""
+    """SIGTERM does not resume a paused container: the host is killed after the grace period."""
     faults = ["--fault", "hang:algo-2@step=5", "--fault", "interrupt@step=5", "--grace-s", "3"]
     ended = _run(tmp_path, *options, "--group", "trainer=2", *faults, "--", _SCRIPT, "wait")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -130,7 +130,7 @@ def test_a_host_that_hangs_hears_of_no_interruption(options, tmp_path):
 
 
 def test_nothing_outlives_a_command_that_is_killed(options, tmp_path):
-    """The guard removes the containers and the network of a command that had no chance to do so."""
+    """The guard removes the containers and the network of a killed command."""
     command = [*options, "--group", "trainer=2", "--", _SCRIPT, "wait"]
     with in_background(tmp_path / "jobs", _SCRIPTS, *command) as process:
         _lines_until(process, "algo-1 | waits", "algo-2 | waits")
@@ -156,7 +156,7 @@ def test_what_containers_cannot_do_is_refused(image, tmp_path, args, message):
 
 
 def test_an_image_that_docker_does_not_have_is_named(engine, tmp_path):
-    """With the commands that make or fetch it."""
+    """The message has the commands that build or fetch the image."""
     ended = _run(tmp_path, "--image", "lightning-sm-test/nowhere")
     assert ended.returncode == 2
     assert "Docker has no image 'lightning-sm-test/nowhere' on this machine" in ended.stderr

@@ -1,4 +1,4 @@
-"""Jobs in our image through the unmodified local mode of SDK v2, without an AWS account and without a network."""
+"""Jobs in our image through the unmodified local mode of SDK v2, without an AWS account or a network."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tests.containers.local_mode import fit, new_label
 
 pytestmark = [pytest.mark.docker, pytest.mark.sdk2]
 
-# The generic Estimator sends str(value) of each (sagemaker 2.257.7, estimator.py, EstimatorBase.set_hyperparameters).
-# Without the optimizer's state there is a third to compress, which takes the SDK longer than the training.
+# The generic Estimator sends str(value) of each hyperparameter (sagemaker 2.257.7, estimator.py,
+# EstimatorBase.set_hyperparameters). Without the optimizer's state, a checkpoint is a third of the size; the SDK takes
+# longer to compress it than the training takes.
 _CHECKPOINTS = {"monitor": None, "save_weights_only": True, "filename": "a b"}
 _HYPERPARAMETERS = {
     "config": "app/configs/smoke.yaml",
@@ -36,7 +37,7 @@ def _estimator(image, **arguments):
 
 
 def _own_code(folder, image, *, has_requirements=False, **hyperparameters):
-    """Arguments of ``fit`` for a job of the user's own script."""
+    """Return the arguments of ``fit`` for a job with the user's script."""
     estimator = _estimator(
         image,
         entry_point=own_code.ENTRY_POINT,
@@ -47,7 +48,7 @@ def _own_code(folder, image, *, has_requirements=False, **hyperparameters):
 
 
 def test_the_app_of_the_image_trains(image, sdk2_python, tmp_path):
-    """Without an entry point the image's own script runs, with the types of all hyperparameters restored."""
+    """Without an entry point, the image's script runs, with the types of all hyperparameters restored."""
     data = tmp_path / "digits"
     write_digits(data)
     estimator = _estimator(image, hyperparameters=_HYPERPARAMETERS)
@@ -69,7 +70,7 @@ def test_the_app_of_the_image_trains(image, sdk2_python, tmp_path):
 
 
 def test_own_code_runs_instead_of_the_app(image, sdk2_python, tmp_path):
-    """An entry point's script runs with its modules beside it, and every rank sees the same typed hyperparameters."""
+    """The entry point's script runs with its modules, and every rank sees the same typed hyperparameters."""
     hyperparameters = {f"model.{name}": value for name, value in own_code.ARGUMENTS.items()}
     job = fit(sdk2_python, *_own_code(tmp_path, image, has_requirements=True, **hyperparameters), is_offline=True)
     own_code.check_two_hosts(job, interface="eth0")
@@ -77,7 +78,7 @@ def test_own_code_runs_instead_of_the_app(image, sdk2_python, tmp_path):
 
 
 def test_stopped_job_saves_a_checkpoint(image, sdk2_python, tmp_path):
-    """``docker stop`` in the middle: a checkpoint of all ranks, the model so far, exit code 143, and the reason."""
+    """``docker stop`` in mid-training leaves a checkpoint of all ranks, the model, exit code 143, and the reason."""
     label = new_label()
     endless = {"trainer.max_epochs": -1, "trainer.enable_progress_bar": False}
     with ThreadPoolExecutor(1) as pool:

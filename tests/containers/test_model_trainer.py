@@ -1,4 +1,4 @@
-"""Jobs in our image through the local mode of SDK v3, whose drivers are not sagemaker-training."""
+"""Jobs in our image through the local mode of SDK v3, which has its own drivers instead of sagemaker-training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _arguments(image, hyperparameters, **source_code):
 
 
 def test_the_app_of_the_image_trains(image, sdk3_python, tmp_path):
-    """Without source code v3 runs the image's own entry point, and hyperparameters of every kind and name arrive."""
+    """Without source code, v3 runs the image's entry point, and hyperparameters of every type and name arrive."""
     hyperparameters = {
         "config": "app/configs/smoke.yaml",
         "data": {"init_args": {"batch_size": 4}},
@@ -42,7 +42,7 @@ def test_the_app_of_the_image_trains(image, sdk3_python, tmp_path):
 
 
 def test_own_code_runs_instead_of_the_app(image, sdk3_python, tmp_path):
-    """Under v3's own driver, without our launcher, every rank sees its place and the same typed hyperparameters."""
+    """Under v3's driver, without our launcher, every rank sees its place and the same typed hyperparameters."""
     hyperparameters = {"model": own_code.ARGUMENTS, "trainer": {"max_epochs": 1}}
     source_code = {"source_dir": own_code.source_dir(tmp_path), "entry_script": own_code.ENTRY_POINT}
     job = sdk_v3.train(
@@ -58,7 +58,7 @@ def test_own_code_runs_instead_of_the_app(image, sdk3_python, tmp_path):
 
 
 def test_torchrun_of_sdk_v3(image, sdk3_python, tmp_path):
-    """Under the torchrun of v3's driver, two processes on each of two hosts have the ranks that we would give."""
+    """v3's torchrun, with two processes on each of two hosts, assigns the ranks that our launcher would assign."""
     job = sdk_v3.train(
         sdk3_python,
         tmp_path / "job",

@@ -1,4 +1,4 @@
-"""lightning-sm submit --local with our image: containers of job files that end well and badly."""
+"""``lightning-sm submit --local`` with our image: jobs in containers that succeed and fail."""
 
 import json
 import os
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.docker
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
-# Says where it runs; the host that is named fails after the others have started.
+# Prints its arguments and the channel's content, then fails or hangs if its options say so.
 SCRIPT = """\
 import json, sys
 import helper
@@ -33,7 +33,7 @@ if "--hang=true" in sys.argv:
 
 @pytest.fixture
 def submit(image, tmp_path):
-    """Runs the command on a job with code of its own; its folders are made in one of the test."""
+    """A function that runs the command on a job with a script, with all folders inside the test's folder."""
     (tmp_path / "src" / "package").mkdir(parents=True)
     (tmp_path / "src" / "package" / "go.py").write_text(SCRIPT)
     (tmp_path / "src" / "helper.py").write_text("")
@@ -68,17 +68,17 @@ def submit(image, tmp_path):
 
 
 def output_of(ended):
-    """What the command and the containers said."""
+    """Return the output of the command and of its containers."""
     return ended.stdout + ended.stderr
 
 
 def runs(tmp_path):
-    """The folders of the emulated jobs."""
+    """Return the folders of the emulated jobs."""
     return [*(tmp_path / "work").glob("lightning-sm-*/local-*")]
 
 
 def test_own_code_runs_on_two_hosts_and_leaves_models(submit, tmp_path):
-    """The image's launcher starts the script from source_dir, with options and channel; the code stays as it is."""
+    """Both hosts run the script from source_dir, with options and channel; the code folder is unchanged."""
     ended = submit()
     assert ended.returncode == 0, output_of(ended)
     assert output_of(ended).count("arguments ['--data.size=3'] 42") == 2
@@ -89,7 +89,7 @@ def test_own_code_runs_on_two_hosts_and_leaves_models(submit, tmp_path):
 
 
 def test_the_host_that_fails_decides(submit):
-    """Its exit code is the command's, and its error the reason; the first host, which has no end, is stopped."""
+    """The command has the failed host's exit code and error; the first host, which would hang, is stopped."""
     ended = submit("--hyperparameters.fail=algo-2", "--hyperparameters.hang=true")
     assert ended.returncode == 1, output_of(ended)
     assert "Host algo-2 (group trainer) failed with exit code 1." in ended.stdout
@@ -99,7 +99,7 @@ def test_the_host_that_fails_decides(submit):
 
 @pytest.mark.proof
 def test_a_heterogeneous_job_trains(submit, tmp_path):
-    """A data host, which alone has the channel, feeds two trainers; rank 0 leaves the model; ignored keys are named."""
+    """The data host, which alone has a channel, feeds two trainers; rank 0 saves the model; ignored keys are named."""
     (tmp_path / "data" / "points.txt").write_text(" ".join(str(number / 16) for number in range(16)))
     ended = submit(
         groups={

@@ -1,4 +1,4 @@
-"""The mpirun and torchrun of AWS's own images start the ranks that our launcher, which needs neither, would start."""
+"""mpirun and torchrun of AWS's images start the same ranks as our launcher, which needs neither."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _TYPE = "ml.c5.xlarge"
 
 @pytest.fixture(scope="module")
 def toolkit_image(image):
-    """Our image with the entry point of AWS's own PyTorch images."""
+    """Our image with the entry point of AWS's PyTorch images."""
     return build(_ROUTES / "Dockerfile", "lightning-sm-test/routes", _ROUTES, IMAGE=image)
 
 
 def _fit(python, folder, image, distribution, hyperparameters=None, **settings):
-    """Train the user's own code with a ``PyTorch`` estimator."""
+    """Train the user's code with a ``PyTorch`` estimator."""
     folder.mkdir()
     arguments = {
         "image_uri": image,
@@ -48,7 +48,7 @@ def _fit(python, folder, image, distribution, hyperparameters=None, **settings):
 
 
 def _run_groups(folder, image, groups, channel_groups=None, **hyperparameters):
-    """The same in instance groups, with what the SDK sends if torchrun is asked for."""
+    """Train the same code in instance groups, with the hyperparameters that the SDK sends for torchrun."""
     folder.mkdir()
     (first, *_) = groups.values()
     asked_for = {"sagemaker_torch_distributed_enabled": True, "sagemaker_instance_type": first["instance_type"]}
@@ -78,27 +78,27 @@ def _check(job, places, started_by):
 
 @pytest.mark.sdk2
 def test_mpirun_and_torchrun_start_the_ranks_of_our_launcher(toolkit_image, sdk2_python, tmp_path):
-    """What ``distribution={...}`` makes the toolkit start has the ranks that our entry point would give."""
+    """For ``distribution={...}``, the toolkit starts the same ranks as our entry point would."""
     with ThreadPoolExecutor(2) as pool:
-        # Ends with 30 s in which it does nothing (sagemaker_training/mpi.py, WorkerRunner.run): time for the other.
+        # mpirun idles for 30 s at its end (sagemaker_training/mpi.py, WorkerRunner.run), so both jobs run in parallel.
         mpirun = pool.submit(_fit, sdk2_python, tmp_path / "mpirun", toolkit_image, _MPI)
         torchrun = pool.submit(_fit, sdk2_python, tmp_path / "torchrun", toolkit_image, _TORCHRUN)
     _check(mpirun.result(), _TWO_HOSTS_OF_TWO, ["mpirun"])
     _check(torchrun.result(), _TWO_HOSTS, ["torchrun"])
 
 
-# With torch_distributed the SDK drops the names of the groups (sagemaker 2.257.7, pytorch/estimator.py,
-# _pytorch_distribution_configuration), and the toolkit starts a torchrun in every group, for its hosts alone.
+# With torch_distributed, the SDK drops the names of the groups (sagemaker 2.257.7, pytorch/estimator.py,
+# _pytorch_distribution_configuration), and the toolkit starts a separate torchrun in every group.
 
 
 def test_torchrun_in_a_data_group_does_no_harm(toolkit_image, tmp_path):
-    """A data host serves under a torchrun that the SDK did not mean to start; the trainers have one of their own.
+    """A data host serves under a torchrun that the SDK starts by mistake; the trainers have a separate one.
 
-    It alone has the channel, and so runs the hook that leaves the file.
+    Only the data host has the channel, so it runs the hook that writes the file.
     """
     groups = {"data": {"instance_type": _TYPE}, "trainer": {"instance_type": _TYPE, "count": 2}}
     job = _run_groups(tmp_path / "job", toolkit_image, groups, ["data"])
-    # The toolkit counts the hosts of a group in the order of the service, which is random.
+    # The toolkit numbers the hosts of a group in the service's order, which is random.
     _check(job, _one_rank_each(job.hosts("trainer")), ["torchrun"])
     served = [name for name in job.artifacts if name.endswith("/made-batches.json")]
     assert [(name.split("/")[1], job.json(name)["started_by"]) for name in served] == [
@@ -107,7 +107,7 @@ def test_torchrun_in_a_data_group_does_no_harm(toolkit_image, tmp_path):
 
 
 def test_torchrun_in_each_of_two_training_groups_is_refused_with_advice_that_helps(toolkit_image, tmp_path):
-    """Two training groups with a torchrun each fail instead of training two models; the advice joins the groups."""
+    """Two training groups with a torchrun each fail instead of training two models; the advised setting joins them."""
     groups = {"one": {"instance_type": _TYPE}, "two": {"instance_type": _TYPE}}
     names = {"sagemaker_distribution_instance_groups": ["one", "two"]}
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run a training script's CLI in this process, or ``lightning-sm local``."""
+"""Fixtures for tests that run a script's CLI in this process, or start hosts and emulators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _not_prepared() -> Iterator[None]:
-    """A job prepares this process for its rank; the next test may be of another."""
+    """Undo what a job did to prepare this process for its rank, before the next test runs another job."""
     yield
     module = sys.modules.get("lightning_sm.training.process")
     if module is not None and module.PreparedProcess.current is not None:
@@ -29,9 +29,9 @@ def _not_prepared() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _unpatched_loaders() -> Iterator[None]:
-    """Lightning patches DataLoader while it calls a loader hook, and leaves it so if the hook raises.
+    """Undo Lightning's patch of DataLoader, which stays in place if a loader hook raises.
 
-    A later fit in the same process could then not make a loader anew.
+    It would keep a later fit in this process from recreating a loader.
     """
     yield
     torch_data = sys.modules.get("torch.utils.data")
@@ -46,7 +46,7 @@ def _unpatched_loaders() -> Iterator[None]:
 
 @pytest.fixture
 def restored_signals() -> Iterator[None]:
-    """SpotCheckpoint keeps its handlers when the run is over; other tests need the old ones."""
+    """Restore the signal handlers, because SpotCheckpoint keeps its handlers after a run."""
     from lightning_sm.training.callbacks.spot_checkpoint import STOP_SIGNALS
 
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
@@ -57,9 +57,9 @@ def restored_signals() -> Iterator[None]:
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
-    """The only host of a job without channels and hyperparameters; ``configure`` makes it another.
+    """The only host of a job without channels and hyperparameters, unless a test calls ``configure`` again.
 
-    The working directory is an empty folder, so that what is left there would be seen.
+    The working directory is an empty folder, so that a test can see files left behind there.
     """
     from tests.fakes.small_app import Host
 
@@ -70,9 +70,9 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 @pytest.fixture(scope="session")
 def mpi4py(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for ``PYTHONPATH`` that has mpi4py, which the tests' own Python has not.
+    """A ``PYTHONPATH`` folder with mpi4py, which must not be installed in the tests' environment.
 
-    With it, Lightning would initialise MPI in every process that makes a Trainer without a cluster environment.
+    Otherwise Lightning would initialise MPI in every process that creates a Trainer without a cluster environment.
     """
     folder = tmp_path_factory.mktemp("mpi4py")
     subprocess.run(
@@ -85,7 +85,7 @@ def mpi4py(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A host of a job with two trainer hosts and a data host, as the service would lay it out."""
+    """A host of a job with two trainer hosts and a data host, laid out as SageMaker does it."""
     groups = {"trainer": ["algo-2", "algo-1"], "data": ["algo-3"]}
     return write_job(
         tmp_path / "ml", resource_config(groups, "algo-2", instance_types=dict.fromkeys(groups, "ml.m5.large"))
@@ -108,5 +108,5 @@ def work(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> Path:
-    """The folder for ``--base-dir``; it must not exist before."""
+    """The folder for ``--base-dir``, which must not exist yet."""
     return tmp_path / "jobs"

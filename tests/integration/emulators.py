@@ -1,4 +1,4 @@
-"""``lightning-sm local`` in a process, at once or in the background, and the processes of its jobs."""
+"""Run ``lightning-sm local`` in the foreground or background, and find the processes of its jobs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import psutil
 from lightning_sm.job.variables import HOST_FOLDER
 
 TIMEOUT_S = 180
-# First lines of scripts that look at their host.
+# First lines of scripts that use the name or the folder of their host.
 SCRIPT_START = "import os\nbase = os.environ['SAGEMAKER_BASE_DIR']\nhost = os.environ['SM_CURRENT_HOST']\n"
 
 
 def command(jobs: Path, args: Sequence[str]) -> list[str]:
-    """The command of an emulator whose jobs lie in a folder."""
+    """Build the command of an emulator with its jobs in a folder."""
     return [sys.executable, "-m", "lightning_sm", "local", "--base-dir", str(jobs), *args]
 
 
 def local(
     jobs: Path, work: Path, *args: str, timeout_s: float = TIMEOUT_S, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run an emulator to its end."""
+    """Run an emulator and wait for it to exit."""
     return subprocess.run(
         command(jobs, args),
         cwd=work,
@@ -42,7 +42,7 @@ def local(
 
 @contextmanager
 def in_background(jobs: Path, work: Path, *args: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """Start an emulator, and end what is left of it and of its jobs."""
+    """Start an emulator, and kill it and the processes of its jobs at the end of the context."""
     process = subprocess.Popen(
         command(jobs, args),
         cwd=work,
@@ -62,27 +62,27 @@ def in_background(jobs: Path, work: Path, *args: str, **variables: str) -> Itera
 
 
 def job_dir(jobs: Path) -> Path:
-    """The folder of the only job."""
+    """Return the folder of the only job."""
     (found,) = jobs.iterdir()
     return found
 
 
 def processes_of(jobs: Path) -> list[psutil.Process]:
-    """All processes that belong to jobs in a folder.
+    """Find all processes of the jobs in a folder.
 
     Args:
-        jobs: What was given as ``--base-dir``.
+        jobs: The folder that was given as ``--base-dir``.
     """
     return [process for process in psutil.process_iter() if _folder(process).startswith(str(jobs))]
 
 
 def until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
-    """Wait until something holds, and fail if it does not in time.
+    """Wait until a condition holds, and fail after a timeout.
 
     Args:
-        condition: What is to hold.
-        what: The same in words.
-        timeout_s: Seconds to wait at most.
+        condition: The condition.
+        what: A description of the condition for the failure message.
+        timeout_s: Timeout in seconds.
     """
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -93,5 +93,5 @@ def until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
 def _folder(process: psutil.Process) -> str:
     try:
         return str(process.environ().get(HOST_FOLDER.name, ""))
-    except psutil.Error:  # ended meanwhile
+    except psutil.Error:  # the process has exited
         return ""

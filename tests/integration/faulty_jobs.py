@@ -1,4 +1,4 @@
-"""Emulated jobs with faults on request: their training script, which needs no torch, and what their output says."""
+"""Emulated jobs with injected faults: a training script without torch, and helpers to parse the output."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.integration.emulators import in_background, local
 
 TIMEOUT_S = 180
 
-# Without MODE it counts steps as a training would: all hosts meet first, rank 0 reports the steps and saves at the end
-# and on SIGTERM, and all go on from what was saved. HELD has the steps at which the first attempts wait for faults: the
-# emulator may inject them late. MODE names another function to run.
+# Without MODE, the script counts steps like a training: all hosts meet first, rank 0 reports the steps and saves at the
+# end and on SIGTERM, and all hosts continue from the saved step. The emulator may inject faults late, so each attempt
+# waits at its step in HELD, if it has one. MODE names another function to run.
 _TRAIN = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -317,14 +317,14 @@ globals()[mode or "train"]()
 def run_faulty(
     jobs: Path, work: Path, *options: str, mode: str = "", held: Sequence[int] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``lightning-sm local`` with these options and the training script to its end.
+    """Run ``lightning-sm local`` with the training script, and wait for it to exit.
 
     Args:
-        jobs: What is given as ``--base-dir``.
+        jobs: The folder for ``--base-dir``.
         work: The working directory.
-        options: Options of the emulator.
-        mode: The function of the script; empty: it trains.
-        held: The step at which the training waits for a fault, for each attempt that one ends.
+        options: Options for the emulator.
+        mode: The function that the script runs; if empty, it trains.
+        held: For each attempt that a fault ends, the step at which the training waits for the fault.
     """
     ended = local(
         jobs,
@@ -338,25 +338,25 @@ def run_faulty(
 
 @contextmanager
 def started_faulty(jobs: Path, work: Path, *options: str, mode: str) -> Iterator[subprocess.Popen[str]]:
-    """Start ``lightning-sm local`` with these options and the training script, and end what is left of it."""
+    """Start ``lightning-sm local`` with the training script, and kill its processes at the end of the context."""
     with in_background(jobs, work, *_arguments(work, options, mode)) as process:
         yield process
 
 
 def row(output: str, host: str, attempt: int | None = None) -> list[str]:
-    """What the table says of a host: group, role, exit code and seconds, and seconds from signal to exit."""
+    """Parse a host's row in the table: group, role, exit code, seconds, and seconds from signal to exit."""
     prefix = rf"{attempt} +" if attempt else ""
     (found,) = re.findall(rf"^ *{prefix}{host} +(\S+ +(?:trainer|data) +\d+ .*)$", output, re.MULTILINE)
     return found.split()
 
 
 def said_after(output: str, word: str) -> list[tuple[str, str]]:
-    """What each host said after a word."""
+    """Find the hosts' output lines that start with a word, as (host, rest of the line)."""
     return re.findall(rf"^(algo-\d) \| {word} (.*)$", output, re.MULTILINE)
 
 
 def read_to_line(emulator: subprocess.Popen[str], start: str) -> str:
-    """Read up to a line of the emulator."""
+    """Read the emulator's output up to a line with this start, and return the line."""
     while not (line := emulator.stdout.readline()).startswith(start):
         assert line, f"the output ended before {start!r}"
     return line
@@ -364,7 +364,7 @@ def read_to_line(emulator: subprocess.Popen[str], start: str) -> str:
 
 def _arguments(work: Path, options: Sequence[str], mode: str) -> list[str]:
     (work / "train.py").write_text(_TRAIN)
-    shutil.rmtree(work / "meeting", ignore_errors=True)  # of an earlier job
-    # Launchers wait for those of hosts that vanished; here in vain.
+    shutil.rmtree(work / "meeting", ignore_errors=True)  # from an earlier job
+    # Launchers wait this long for the launchers of other hosts, which never answer if their host has vanished.
     variables = ["--env", f"MODE={mode}", "--env", "LIGHTNING_SM_PEERS_TIMEOUT_S=0.5"]
     return ["--seed", "1", *variables, *options, "--", "train.py"]

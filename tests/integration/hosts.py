@@ -1,4 +1,4 @@
-"""Hosts of one job on this machine, and commands that run on all of them at once, each on a disk of its own."""
+"""Simulate the hosts of one job on this machine, and run commands on all of them, each with a separate disk."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended.
+    """A finished command.
 
     Attributes:
-        code: Its exit code; None if it was killed because another one failed.
-        output: What it wrote to stdout and stderr.
-        seconds: How long it ran.
+        code: The exit code; None if it was killed because another command failed.
+        output: Output to stdout and stderr.
+        seconds: Run time.
     """
 
     code: int | None
@@ -48,18 +48,18 @@ class Hosts:
     """The hosts of one job.
 
     Args:
-        folder: Where their folders are made.
-        groups: Hosts by instance group, in the order in which the service wrote them.
-        interface: Name of the network interface that the service wrote.
+        folder: Folder in which the hosts' folders are created.
+        groups: Hosts by instance group, in the order of SageMaker's resource configuration.
+        interface: Name of the network interface in the resource configuration.
         instance_types: Instance type by group name, as in ``resource_config``.
         contents: Other files of the job, as in ``write_job``.
 
     Attributes:
-        folder: Has the folder of each host; its name is the host's.
+        folder: Contains a folder for each host, with the host's name.
         names: Names of all hosts, sorted.
-        job_name: Name of the job; its ports follow from it, and no other job of this machine has them.
+        job_name: Name of the job, which determines its ports; no other job on this machine has the same ports.
         main_port: Port of rank 0.
-        spare_port: The port of the launchers, for tests that start none.
+        spare_port: Port of the launchers, for tests that start no launcher.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Hosts:
         **contents: Any,
     ) -> None:
         groups = groups or {"homogeneousCluster": ("algo-2", "algo-1")}
-        self.folder = folder / "hosts"  # which other hosts do not see
+        self.folder = folder / "hosts"  # hidden from other hosts
         self.names = sorted(host for members in groups.values() for host in members)
         self.job_name, topology, ports = reserve_job(groups)
         weakref.finalize(self, ports.close)
@@ -84,17 +84,17 @@ class Hosts:
                 (self.folder / host / name).mkdir()
 
     def address(self, host: str) -> str:
-        """The loopback address that stands for a host. None is 127.0.0.1, which would hide a wrong main address."""
+        """Return a host's loopback address, never 127.0.0.1, which would hide a wrong main address."""
         return f"127.0.0.{2 + self.names.index(host)}"
 
     def env(self, host: str) -> dict[str, str]:
-        """What the service and the tests set on a host, nothing of this shell's launchers and jobs."""
+        """Return the variables that SageMaker and the tests set on a host, without those of this shell's jobs."""
         return {
             "HOME": os.environ.get("HOME", "/"),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYTHONPATH": python_path(REPOSITORY),
             "OMP_NUM_THREADS": "1",
-            # Killed launchers leave their folders there, and Open MPI's daemons of two hosts must not share one.
+            # Separate for each host: killed launchers leave folders there, and Open MPI's daemons must not share one.
             "TMPDIR": str(self.folder / host / "tmp"),
             "CUDA_VISIBLE_DEVICES": "",
             "SAGEMAKER_BASE_DIR": str(self.folder / host),
@@ -105,13 +105,13 @@ class Hosts:
     def run(
         self, commands: Mapping[str, Sequence[str]], variables: Mapping[str, str] | None = None
     ) -> dict[str, Ended]:
-        """Run one command on each host and wait for all; when one fails the others are killed, as the service does.
+        """Run one command on each host and wait for all. If one fails, kill the others, as SageMaker does.
 
-        Every host sees its own folder, and at the same path.
+        Every host sees only its own folder, at the same path on all hosts.
 
         Args:
             commands: Command by host.
-            variables: Environment variables for all hosts, besides those of ``env``.
+            variables: Environment variables for all hosts, in addition to ``env``.
         """
         started = {}
         for host, command in commands.items():
@@ -122,21 +122,21 @@ class Hosts:
         return run_together(started)
 
     def seen(self, stage: str | None = None) -> list[dict[str, Any]]:
-        """What the ranks wrote, in the order of ranks.
+        """Read what the ranks wrote, sorted by rank.
 
         Args:
-            stage: Only of this stage.
+            stage: If given, read only this stage.
         """
         found = [json.loads(path.read_text()) for path in self.folder.glob("*/output/seen-*.json")]
         return sorted((seen for seen in found if stage in (None, seen.get("stage"))), key=lambda seen: seen["rank"])
 
 
 def check_rank_variables(seen: Iterable[Mapping[str, Any]], devices: int) -> None:
-    """Every rank that meet.py wrote has torchrun's variables, and nobody's at its start.
+    """Check that every rank in the output of meet.py has torchrun's variables.
 
     Args:
-        seen: What the ranks wrote.
-        devices: Ranks of each host.
+        seen: Output of the ranks.
+        devices: Ranks per host.
     """
     for rank in seen:
         place = {"RANK": rank["rank"], "WORLD_SIZE": rank["world_size"], "LOCAL_RANK": rank["local_rank"]}
@@ -147,11 +147,11 @@ def check_rank_variables(seen: Iterable[Mapping[str, Any]], devices: int) -> Non
 def run_together(
     commands: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], timeout_s: float = TIMEOUT_S
 ) -> dict[str, Ended]:
-    """Run commands side by side, and kill what is left of all when one fails or the time is over.
+    """Run commands in parallel, and kill all of them when one fails or the timeout expires.
 
     Args:
         commands: Command and environment by name.
-        timeout_s: Seconds for all of them.
+        timeout_s: Timeout in seconds for all commands together.
     """
     started, processes, outputs = time.monotonic(), {}, {}
     ends: queue.Queue[tuple[str, int, float]] = queue.Queue()
@@ -176,7 +176,7 @@ def run_together(
         raise AssertionError(f"not within {timeout_s} s: {sorted(set(commands) - set(codes))}") from None
     finally:
         _end(processes.values())
-        # pytest shows it when the test fails.
+        # pytest shows the output if the test fails.
         sys.stdout.writelines(
             f"--- {name}\n{bytes(output).decode(errors='replace')}\n" for name, output in outputs.items()
         )
@@ -192,7 +192,7 @@ def run_together(
 
 
 def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """End what is left of each process group, gently first: multiprocessing then unlinks its named semaphores."""
+    """Stop each process group, first with SIGTERM, so that multiprocessing unlinks its named semaphores."""
     with_children = [(process, _family(process.pid)) for process in processes]
     for signum in (signal.SIGTERM, signal.SIGKILL):
         for process, family in with_children:
@@ -211,11 +211,11 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def script(name: str, *arguments: str | Mapping[str, Any]) -> list[str]:
-    """The command of a script in ``scripts``.
+    """Build the command of a script in ``scripts``.
 
     Args:
-        name: Its name.
-        arguments: Its arguments; mappings become JSON.
+        name: Name of the script.
+        arguments: Arguments of the script; mappings are passed as JSON.
     """
     texts = [argument if isinstance(argument, str) else json.dumps(argument) for argument in arguments]
     return [sys.executable, str(SCRIPTS / name), *texts]

@@ -1,4 +1,4 @@
-"""A small model that is trained in this process, interrupted at a chosen moment, and notes what it does."""
+"""Train a small model in this process, interrupt it at a chosen moment, and record what it did."""
 
 import gc
 import os
@@ -40,7 +40,7 @@ MOMENTS = {
 
 
 class Model(LightningModule):
-    """A line through points, with schedulers of all kinds; notes every loss and every learning rate.
+    """A line through points, with a scheduler. It records every loss and learning rate.
 
     Args:
         scheduler: "step", "epoch" or "plateau".
@@ -94,13 +94,13 @@ class Model(LightningModule):
 
 
 def loader(length, seed):
-    """The same points in the same order, every time."""
+    """Create a loader with the same points in the same order every time."""
     points = torch.randn(length, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return DataLoader(TensorDataset(points, points.sum(1, keepdim=True)), batch_size=BATCH_SIZE)
 
 
 class Interrupt(Callback):
-    """Send this process a signal in the n-th call of a hook (not counting the sanity check, unless it is asked for)."""
+    """Send this process a signal in the n-th call of a hook, either in the sanity check or outside it."""
 
     def __init__(self, hook, number=1, signum=signal.SIGUSR2, in_sanity_check=False):
         self.left = number
@@ -115,7 +115,7 @@ class Interrupt(Callback):
 
 
 def fit(folder, model, *callbacks, ckpt_path=None, position=True, **settings):
-    """Train on one process, with LocalPosition or as stock Lightning; returns the Trainer."""
+    """Train in one process, with LocalPosition or as stock Lightning does, and return the Trainer."""
     seed_everything(0, verbose=False)
     model.line.reset_parameters()
     trainer = Trainer(
@@ -139,20 +139,20 @@ def fit(folder, model, *callbacks, ckpt_path=None, position=True, **settings):
 
 
 def is_interrupted(folder, model, *callbacks, **settings):
-    """Train; returns whether the run left early, with the exit code that says so. Its workers are gone then."""
+    """Train, return whether the run was interrupted with the right exit code, and stop its workers if so."""
     try:
         fit(folder, model, *callbacks, **settings)
     except TrainingInterrupted as ended:
         code = ended.code
     else:
         return False
-    model.trainer = None  # with the Trainer, workers go that it keeps when a validation is left
+    model.trainer = None  # frees the Trainer, which keeps the workers of an interrupted validation
     gc.collect()
     return code == INTERRUPTED_EXIT_CODE
 
 
 def whole(events):
-    """What a run did, without validations that were interrupted and then repeated."""
+    """Return a run's events without validations that were interrupted and then repeated."""
     kept = []
     for event in events:
         if event[0] == "validation":
@@ -165,19 +165,19 @@ def whole(events):
 
 
 def points():
-    """The points of the model, of which a loader is made."""
+    """Return the training points as a dataset."""
     return loader(NUM_TRAIN, 1).dataset
 
 
 def successor_of(model):
-    """A new model that continues the record of another."""
+    """Create a new model that continues the events of another."""
     successor = type(model)(model.scheduler)
     successor.events = list(model.events)
     return successor
 
 
 def resumed(folder, model, *callbacks, **settings):
-    """A successor of an interrupted model, trained to the end from the newest checkpoint."""
+    """Train a successor of an interrupted model from the newest checkpoint to the end, and return it."""
     successor = successor_of(model)
     newest = newest_checkpoint(folder)
     fit(folder, successor, *callbacks, ckpt_path=newest and newest.path, **settings)

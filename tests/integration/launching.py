@@ -1,4 +1,4 @@
-"""``lightning-sm train`` in a process, at once or in the background."""
+"""Run ``lightning-sm train`` in the foreground or background."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ import psutil
 from tests.fakes.reserved_job import reserve_job
 
 TIMEOUT_S = 180
-_NO_REPORT = {"LIGHTNING_SM_REPORT_S": "0"}  # it takes seconds
+_NO_REPORT = {"LIGHTNING_SM_REPORT_S": "0"}  # a report takes seconds
 _FOREIGN = ("SM_", "SAGEMAKER_", "LIGHTNING_SM_", "TRAINING_JOB_", "AWS_", "PIP_")
 
 
 def variables_of(base: Path, **variables: str) -> dict[str, str]:
-    """The environment of a host that waits for no other: nothing of this shell's jobs, clouds and package indexes.
+    """Build a host's environment without this shell's settings for jobs, clouds and package indexes.
+
+    The host does not wait for other hosts.
 
     Args:
-        base: The folder that it sees as ``/opt/ml``.
-        variables: Other variables.
+        base: The folder that the host sees as ``/opt/ml``.
+        variables: Additional variables.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     return {
@@ -37,7 +39,7 @@ def variables_of(base: Path, **variables: str) -> dict[str, str]:
         "SAGEMAKER_BASE_DIR": str(base),
         "LIGHTNING_SM_PEERS_TIMEOUT_S": "0",
         "LIGHTNING_SM_MAIN_PORT": str(_main_port()),
-        # As in the image. A buffered print() in a signal handler fails if another signal interrupts it.
+        # As in the image: a buffered print() in a signal handler fails if another signal interrupts it.
         "PYTHONUNBUFFERED": "1",
         **_NO_REPORT,
         **variables,
@@ -46,14 +48,14 @@ def variables_of(base: Path, **variables: str) -> dict[str, str]:
 
 @functools.cache
 def _main_port() -> int:
-    """The port of rank 0 in all jobs of this process, one after the other: no other process takes this job's ports."""
+    """Return the port of rank 0, reserved for this process, whose jobs use it one after the other."""
     _, topology, ports = reserve_job({"trainer": ["algo-1", "algo-2"], "data": ["algo-3"]})
     atexit.register(ports.close)
     return topology.main_port
 
 
 def local_addresses(*hosts: str) -> dict[str, str]:
-    """Variables that give hosts of a job addresses of this machine.
+    """Build the variables that give a job's hosts loopback addresses.
 
     Args:
         hosts: The names of the hosts.
@@ -65,12 +67,12 @@ def local_addresses(*hosts: str) -> dict[str, str]:
 def train(
     base: Path, work: Path, *args: str, python: str = sys.executable, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the launcher of a host to its end.
+    """Run a host's launcher and wait for it to exit.
 
     Args:
-        base: The folder that it sees as ``/opt/ml``.
-        work: The folder that it is started in.
-        args: What follows ``train``.
+        base: The folder that the host sees as ``/opt/ml``.
+        work: The working directory.
+        args: Arguments after ``train``.
         python: The interpreter.
         variables: Environment variables.
     """
@@ -87,16 +89,16 @@ def train(
 
 
 def failure(base: Path) -> str:
-    """What the host left for the service to read.
+    """Read a host's failure file.
 
     Args:
-        base: The folder that it sees as ``/opt/ml``.
+        base: The folder that the host sees as ``/opt/ml``.
     """
     return (base / "output" / "failure").read_text()
 
 
 class Running:
-    """A launcher in the background, with its lines as they come."""
+    """A launcher in the background, whose output lines can be awaited."""
 
     def __init__(self, base: Path, work: Path, *args: str, python: str = sys.executable, **variables: str) -> None:
         self.process = subprocess.Popen(
@@ -120,7 +122,7 @@ class Running:
                 self.lines.put(line.strip())
 
     def wait_for(self, wanted: str) -> str:
-        """Wait until a line is this text, or has it in it."""
+        """Wait for a line that contains this text, and return the line."""
         deadline = time.monotonic() + TIMEOUT_S
         try:
             while wanted not in (line := self.lines.get(timeout=max(0.01, deadline - time.monotonic()))):
@@ -130,7 +132,7 @@ class Running:
         return line
 
     def exit_code(self) -> int:
-        """Wait until the launcher has exited, and its last line was read."""
+        """Wait until the launcher has exited and its last line has been read, and return its exit code."""
         try:
             code = self.process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -141,13 +143,13 @@ class Running:
 
 @contextmanager
 def started(base: Path, work: Path, *args: str, **variables: str) -> Iterator[Running]:
-    """Start the launcher of a host, and end what is left of it.
+    """Start a host's launcher, and kill it and its children at the end of the context.
 
     Args:
-        base: The folder that it sees as ``/opt/ml``.
-        work: The folder that it is started in.
-        args: What follows ``train``.
-        variables: Environment variables, and ``python``.
+        base: The folder that the host sees as ``/opt/ml``.
+        work: The working directory.
+        args: Arguments after ``train``.
+        variables: Environment variables, and ``python``, the interpreter.
     """
     running = Running(base, work, *args, **variables)
     try:

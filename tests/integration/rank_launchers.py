@@ -1,4 +1,4 @@
-"""torchrun and mpirun, which start the ranks of all hosts in the place of Lightning."""
+"""torchrun and mpirun, which start the ranks of all hosts instead of Lightning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_sm.job.variables import MAIN_PORT
 from tests.integration.hosts import Ended, Hosts, run_together
 
 NEEDS_MPIRUN = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian package openmpi-bin)")
-# As the toolkit does. Where a machine has several networks (Docker's), MPI's first message hangs without it.
+# As the toolkit does: on a machine with several networks, such as Docker's, MPI's first message hangs without this.
 MPI_ON_LOOPBACK = ("--mca", "btl_tcp_if_include", "lo", "--mca", "oob_tcp_if_include", "lo")
 
 _AGENT = """\
@@ -27,13 +27,13 @@ exec env -i sh -c ". {folder}/$host/environment; $*"
 
 
 def torchrun(hosts: Hosts, order: Sequence[str], command: Sequence[str], *, processes: int) -> dict[str, list[str]]:
-    """The torchrun of each host.
+    """Build the torchrun command of each host.
 
     Args:
         hosts: The job.
         order: Hosts in the order of their node ranks.
         command: A Python script and its arguments, after the interpreter.
-        processes: Ranks of each host.
+        processes: Ranks per host.
     """
     return {
         host: [
@@ -56,27 +56,27 @@ def mpirun(
     python_path: Sequence[Path] = (),
     derives_port: bool = False,
 ) -> Ended:
-    """Run a command on all hosts by one mpirun, and return how it ended.
+    """Run a command on all hosts with one mpirun, and return the result.
 
-    It reaches them through an agent in place of ssh, which starts each host's daemon with that host's own environment
-    and nothing else, as ssh would. So mpirun counts the local ranks of each host by itself, and only what ``-x`` names
-    passes from the first host to the others.
+    mpirun reaches the hosts through an agent that replaces ssh. Like ssh, the agent starts each host's daemon with only
+    that host's environment. So mpirun counts the local ranks of each host, and only variables that ``-x`` names pass
+    from the first host to the others.
 
     Args:
         hosts: The job, in a folder whose path is short enough for Open MPI's sockets.
         order: Hosts in mpirun's order.
         command: The command.
-        processes: Ranks of each host.
-        options: Other options of mpirun.
-        python_path: Other folders of Python modules.
-        derives_port: Whether ranks derive the port of rank 0 from what all of them know, the names of the hosts: then
-            no other such job may run on this machine. Else it is the job's.
+        processes: Ranks per host.
+        options: Additional options for mpirun.
+        python_path: Additional folders of Python modules.
+        derives_port: True to let the ranks derive the port of rank 0 from the hosts' names, which all ranks know. No
+            other such job may then run on this machine. If False, the ranks use the job's port.
     """
     port = () if derives_port else ("-x", f"{MAIN_PORT.name}={hosts.main_port}")
     for host in hosts.names:
         env = hosts.env(host)
         if host != "algo-1":
-            del env["TRAINING_JOB_NAME"]  # set by the service, but not in the session that ssh opens
+            del env["TRAINING_JOB_NAME"]  # SageMaker sets it, but an ssh session does not have it
         env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], *map(str, python_path)])
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
         (hosts.folder / host / "environment").write_text(exports)

@@ -1,4 +1,4 @@
-"""Completion in a shell: what bash offers for the beginning of a command line."""
+"""Shell completion in bash and zsh."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("shtab", reason="needs shtab (extra completion)")
 
-# Sets what readline sets, and prints what the function of the script leaves for it.
+# Sets the variables that readline sets, and prints the completions that the script's function returns.
 _COMPLETE = """
 source "$1"; shift
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
@@ -21,7 +21,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """The script for bash."""
+    """The completion script for bash."""
     done = subprocess.run(
         [sys.executable, "-m", "lightning_sm", "completion", "bash"],
         capture_output=True,
@@ -49,7 +49,7 @@ def script(tmp_path_factory):
     ],
 )
 def test_bash_completes(script, tmp_path, words, offered):
-    """Commands, options, keys of a job file, files."""
+    """Bash completes commands, options, keys of a job file, and files."""
     pytest.importorskip("boto3", reason="needs boto3, as lightning-sm jobs does")
     (tmp_path / "job.yaml").touch()
     done = subprocess.run(
@@ -64,7 +64,7 @@ def test_bash_completes(script, tmp_path, words, offered):
 
 
 def test_zsh_gets_the_same_commands():
-    """The script is a function for zsh's own completion, with all commands."""
+    """The script for zsh's completion system has the same commands and options."""
     done = subprocess.run(
         [sys.executable, "-m", "lightning_sm", "completion", "zsh"],
         capture_output=True,

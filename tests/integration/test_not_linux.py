@@ -1,4 +1,4 @@
-"""On macOS scripts train and emulated jobs run; what needs Linux says so. Linux plays macOS (``not_linux``)."""
+"""On macOS, simulated by ``not_linux``, scripts train and emulated jobs run; what needs Linux is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.integration.hosts import REPOSITORY, script
 
 MACOS = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "not_linux"), str(REPOSITORY)])}
 ADDRESSES = SCRIPT_START + "print('addresses', os.environ['LIGHTNING_SM_HOST_ADDRESSES'], os.environ['DISABLE_MPS'])\n"
-# A process that leaves its parent and its session, as daemons do, and then outlives its host's launcher.
+# Starts a daemon in a new session, which outlives its parent and its host's launcher.
 DAEMON = """\
 import os, subprocess, sys
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -27,14 +27,14 @@ NEEDED = re.compile(r"needs Linux, but this system is macOS\. ")
 
 @pytest.fixture
 def places(tmp_path):
-    """Folders of the jobs and of the script."""
+    """The folders of the jobs and of the script."""
     for name in ("jobs", "work"):
         (tmp_path / name).mkdir()
     return tmp_path / "jobs", tmp_path / "work"
 
 
 def test_emulated_job_runs(places):
-    """Two hosts, which share the only loopback address, run the script; their launchers meet, and nobody is left."""
+    """An emulated job runs on two hosts that share the only loopback address."""
     jobs, work = places
     (work / "train.py").write_text(ADDRESSES)
     ended = local(jobs, work, "--group", "trainer=2", "--", "train.py", **MACOS)
@@ -46,7 +46,7 @@ def test_emulated_job_runs(places):
 
 
 def test_failure_of_one_host_ends_the_other(places):
-    """The launchers of both hosts talk to each other over the shared address, and each names the failed host."""
+    """The launchers communicate over the shared address, and both hosts report the failure of one."""
     jobs, work = places
     (work / "train.py").write_text(
         SCRIPT_START + "import time\nif host == 'algo-2':\n    raise ArithmeticError('too large')\ntime.sleep(60)\n"
@@ -58,7 +58,7 @@ def test_failure_of_one_host_ends_the_other(places):
 
 
 def test_orphans_end_with_the_job(places):
-    """A daemon that the script left ends with the job, though it is no child of the emulator here."""
+    """A daemon that the script left behind is killed with the job, although it is no child of the emulator on macOS."""
     jobs, work = places
     (work / "train.py").write_text(
         DAEMON + "import time\nfrom lightning_sm.job.control_folder import Phase, announce\n"
@@ -73,7 +73,7 @@ def test_orphans_end_with_the_job(places):
 
 
 def test_hosts_end_with_a_killed_emulator(places):
-    """The kernel of macOS sends no signal when a parent dies; the emulator's guard kills the hosts."""
+    """If the emulator is killed, its guard kills the hosts, because macOS sends no signal when a parent dies."""
     jobs, work = places
     (work / "train.py").write_text(DAEMON + "import threading\nthreading.Event().wait(600)\n")
     with in_background(jobs, work, "--group", "trainer=2", "--", "train.py", **MACOS) as emulator:
@@ -85,7 +85,7 @@ def test_hosts_end_with_a_killed_emulator(places):
 
 
 def test_what_needs_linux_is_refused_in_one_line(places):
-    """Nothing is started, and one line says what needs Linux and what to do."""
+    """A cluster with data hosts is refused in one line, and nothing is started."""
     jobs, work = places
     (work / "train.py").write_text("print('started')")
     ended = local(jobs, work, "--group", "trainer=1", "--group", "data=1", "--", "train.py", **MACOS)
@@ -97,7 +97,7 @@ def test_what_needs_linux_is_refused_in_one_line(places):
 
 
 def test_doctor_tells(tmp_path):
-    """The doctor runs, and has a line on what this system lacks."""
+    """The doctor warns that jobs with data hosts need Linux."""
     ended = subprocess.run(
         [sys.executable, "-m", "lightning_sm", "doctor", "--json"],
         env={**os.environ, **MACOS, "SAGEMAKER_BASE_DIR": str(tmp_path / "none")},
@@ -113,7 +113,7 @@ def test_doctor_tells(tmp_path):
 
 @pytest.mark.processes
 def test_script_with_the_cli_trains(tmp_path):
-    """Every module loads, SageMakerCLI fits and tests; data hosts say that they need Linux."""
+    """Every module can be imported, SageMakerCLI fits and tests, and data hosts raise an error that names Linux."""
     ended = subprocess.run(
         [*script("without_linux.py"), "fit", "--trainer.max_epochs=1", "--trainer.accelerator=cpu"],
         cwd=tmp_path,

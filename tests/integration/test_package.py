@@ -1,4 +1,4 @@
-"""The sdist and the wheel: built, installed into an environment without torch, and started there."""
+"""The sdist and the wheel are built, and the wheel runs in an environment without torch."""
 
 import subprocess
 import sys
@@ -10,13 +10,13 @@ import pytest
 from lightning_sm import __version__
 
 REPOSITORY = Path(__file__).parents[2]
-# All that the commands need besides the package; torch stays out.
+# All dependencies of the commands; torch is not one of them.
 LIGHT_DEPENDENCIES = ("msgspec>=0.19,<1", "psutil>=5.9,<8", "rich>=13.7,<16")
 TIMEOUT_S = 120
 
 
 def run(*command, cwd):
-    """Run a command to its end and return what it wrote to stdout."""
+    """Run a command, which must succeed, and return its stdout."""
     ended = subprocess.run(
         list(map(str, command)), cwd=cwd, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
     )
@@ -26,7 +26,7 @@ def run(*command, cwd):
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    """The folder of an unpacked sdist."""
+    """The folder of the unpacked sdist."""
     folder = tmp_path_factory.mktemp("sdist")
     run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=REPOSITORY)
     (archive,) = folder.glob("*.tar.gz")
@@ -37,7 +37,7 @@ def sdist(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(sdist, tmp_path_factory):
-    """The programs of an environment that has a wheel made from the sdist."""
+    """The bin folder of an environment with a wheel that was built from the sdist."""
     folder = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=sdist)
     run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
@@ -49,13 +49,13 @@ def installed(sdist, tmp_path_factory):
 
 
 def test_the_sdist_can_be_built_and_tested(sdist):
-    """It has the package, the app, the tests and everything that they read."""
+    """The sdist has the package, the app, the tests and the files that they read."""
     for name in ("lightning_sm/py.typed", "app/job.yaml", "docker/Dockerfile", "environment.yml", "tests/conftest.py"):
         assert (sdist / name).is_file()
 
 
 def test_the_package_imports_without_torch(installed, tmp_path):
-    """Importing the package loads, and needs, neither torch nor Lightning; its version is the distribution's."""
+    """The package can be imported without torch and Lightning, and its version is the distribution's."""
     code = (
         "import importlib.metadata, importlib.util, lightning_sm; "
         "print(lightning_sm.__version__, importlib.metadata.version('lightning-sm'), importlib.util.find_spec('torch'))"
@@ -65,10 +65,10 @@ def test_the_package_imports_without_torch(installed, tmp_path):
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["local", "--help"], ["doctor", "--help"]])
 def test_the_command_starts_without_torch(installed, tmp_path, arguments):
-    """Help is shown where torch is not even installed."""
+    """Commands print their help if torch is not installed."""
     assert "usage: lightning-sm" in run(installed / "lightning-sm", *arguments, cwd=tmp_path)
 
 
 def test_the_command_states_the_version(installed, tmp_path):
-    """The version of the command is that of the package."""
+    """``--version`` prints the package's version."""
     assert run(installed / "lightning-sm", "--version", cwd=tmp_path) == f"lightning-sm {__version__}\n"

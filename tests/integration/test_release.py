@@ -1,4 +1,4 @@
-"""What the release workflow makes of a checkout: addresses, a description that renders, and packages that install."""
+"""The release workflow builds packages that install, with absolute links and a description that renders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.proof
 
 
 def run(*command, cwd, code=0):
-    """Run a command to its end and return what it wrote."""
+    """Run a command, check its exit code, and return its output."""
     ended = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
@@ -40,7 +40,7 @@ def run(*command, cwd, code=0):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of what the packages are built from, prepared for a release."""
+    """A copy of the files that the packages are built from, prepared for a release."""
     folder = tmp_path_factory.mktemp("release") / "repository"
     names = ["lightning_sm", "app", "docker", "tests", "docs", "benchmarks"]
     names += [path.name for path in REPOSITORY.iterdir() if path.is_file()]
@@ -54,7 +54,7 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def packages(checkout):
-    """The sdist, and the wheel that is made from it, as `python -m build` does."""
+    """The sdist, and the wheel that is built from it, as `python -m build` does."""
     dist = checkout / "dist"
     run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", dist, cwd=checkout)
     (sdist,) = dist.glob("*.tar.gz")
@@ -67,21 +67,21 @@ def packages(checkout):
 
 @pytest.fixture(scope="module")
 def metadata(packages):
-    """The metadata of the wheel."""
+    """The wheel's metadata."""
     with zipfile.ZipFile(packages["wheel"]) as wheel:
         (name,) = (one for one in wheel.namelist() if one.endswith(".dist-info/METADATA"))
         return email.message_from_bytes(wheel.read(name))
 
 
 def test_twine_accepts_the_packages(packages):
-    """The long description renders, as the index shows it."""
+    """Twine can render the long description as the index does."""
     pytest.importorskip("twine", reason="group proof")
     told = run(sys.executable, "-m", "twine", "check", "--strict", *packages.values(), cwd=REPOSITORY)
     assert told.count("PASSED") == 2
 
 
 def test_no_link_of_the_description_needs_the_repository(metadata):
-    """Links and pictures are absolute, those of other sites are unchanged, and diagrams are pictures."""
+    """Links and images are absolute addresses of existing files, and diagrams are images."""
     text = metadata.get_payload()
     assert "```mermaid" not in text
     targets = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
@@ -93,7 +93,7 @@ def test_no_link_of_the_description_needs_the_repository(metadata):
 
 
 def test_the_metadata_says_who_where_and_for_what(metadata):
-    """Author, addresses, licence and versions of Python are there."""
+    """The metadata has the author, addresses, licence and Python versions."""
     assert metadata["Version"] == __version__
     assert metadata["Author"]
     assert dict(line.split(", ") for line in metadata.get_all("Project-URL"))["Repository"] == URL
@@ -105,13 +105,13 @@ def test_the_metadata_says_who_where_and_for_what(metadata):
 
 
 def test_another_tag_is_refused(checkout):
-    """A tag that is not the package's version ends the workflow before anything is built."""
+    """A tag that does not match the package's version stops the workflow before anything is built."""
     assert "The tag is v9.9.9" in run(sys.executable, "docs/release.py", URL, "v9.9.9", cwd=checkout, code=1)
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_the_documented_commands_install_what_submits(packages, tmp_path, kind):
-    """In an empty environment, the page's commands install all that a dry run needs, and no torch."""
+    """In an empty environment, the commands in docs/install.md install all that a dry run needs, without torch."""
     page = (REPOSITORY / "docs" / "install.md").read_text(encoding="utf-8").partition("## Only to submit jobs")[2]
     (block,) = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)

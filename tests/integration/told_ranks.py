@@ -1,4 +1,4 @@
-"""A training that goes on until one of its ranks has been told to stop, however late the signal comes."""
+"""Keep a training running until one of its ranks has been told to stop, however late the signal arrives."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _TIMEOUT_S = 90.0
 
 
 def wait_until_told(trainer: Trainer, folder: Path) -> None:
-    """Wait until any rank has been told to stop; in a run that was resumed, return at once.
+    """Wait until any rank has been told to stop; return at once in a resumed run.
 
-    Ranks exchange their flags about once a second. Without this, a signal that takes as long as the rest of the
-    training, on a busy machine, would come too late for it.
+    Ranks exchange their flags about once a second. Without this wait, a signal that is slow on a busy machine could
+    arrive after the training has finished.
 
     Args:
         trainer: The Trainer of this rank.
-        folder: A folder of all ranks.
+        folder: A folder that all ranks share.
     """
     told, deadline = folder / "told", time.monotonic() + _TIMEOUT_S
     (own,) = (one for one in trainer.callbacks if isinstance(one, SpotCheckpoint))

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md names folders, files and names that exist."""
+"""ARCHITECTURE.md refers to existing folders, files and names."""
 
 import ast
 import re
@@ -12,13 +12,13 @@ PAGE = (REPOSITORY / "ARCHITECTURE.md").read_text(encoding="utf-8")
 
 
 def column_of_table(heading, column):
-    """The cells of one column of the table below a heading."""
+    """Return the cells of one column of the table below a heading."""
     section = PAGE.partition(f"{heading}\n")[2].partition("\n#")[0]
     return [line.strip("|").split("|")[column] for line in section.splitlines() if line.startswith("|")][2:]
 
 
 def places(cells):
-    """Each file in some cells, with the names that follow it."""
+    """Return each file in the cells with the names that follow it."""
     found = []
     for cell in cells:
         names = []
@@ -32,7 +32,7 @@ def places(cells):
 
 
 def defined_in(file):
-    """The names that a file defines: classes, functions, methods, constants and fields."""
+    """Yield the names that a file defines: classes, functions, methods, constants and fields."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node.name
@@ -44,14 +44,14 @@ def defined_in(file):
 
 @pytest.mark.parametrize(("name", "names"), places(column_of_table("### Where changes go", 1)))
 def test_files_for_typical_changes_define_the_names_that_the_table_mentions(name, names):
-    """Whoever follows the table finds the file, and in it what the row is about."""
+    """Each file in the table exists and defines the names in its row."""
     assert (PACKAGE / name).is_file()
     if names:
         assert set(names) <= set(defined_in(PACKAGE / name))
 
 
 def test_most_rows_mention_a_name():
-    """The test above would hold for a table without any."""
+    """More than half of the rows mention a name; without names, the test above would prove nothing."""
     rows = places(column_of_table("### Where changes go", 1))
     assert len([names for _, names in rows if names]) > len(rows) / 2
 

@@ -1,4 +1,4 @@
-"""Values of the commands' options."""
+"""Parsing of values for the commands' options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_sm._arguments import did_you_mean, positive_number, positive_whol
 
 
 def test_numbers_above_zero_are_parsed():
-    """Whole numbers stay whole."""
+    """Positive numbers are parsed, and whole numbers become integers."""
     assert positive_number("0.5") == 0.5
     assert positive_whole_number("12") == 12
 
@@ -18,7 +18,7 @@ def test_numbers_above_zero_are_parsed():
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "many", ""])
 @pytest.mark.parametrize("parse", [positive_number, positive_whole_number])
 def test_anything_else_is_refused(parse, text):
-    """The error shows what was given."""
+    """Any other text raises an error that shows it."""
     with pytest.raises(argparse.ArgumentTypeError, match=f"expected a positive .*number, got {text!r}"):
         parse(text)
 
@@ -28,5 +28,5 @@ def test_anything_else_is_refused(parse, text):
     [("paln", "plan"), ("--dryrun", "--dry-run"), ("--DRY_RUN", "--dry-run"), ("--once", "--once"), ("zebra", None)],
 )
 def test_a_similar_name_is_found_whatever_its_dashes(word, name):
-    """If nothing is similar, nothing is suggested."""
+    """Similar names are suggested regardless of dashes; without a similar name, there is no suggestion."""
     assert did_you_mean(word, ["plan", "doctor", "--dry-run", "--once"]) == (f" Did you mean {name}?" if name else "")

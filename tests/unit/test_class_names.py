@@ -1,4 +1,4 @@
-"""The check of ``make lint`` for class names that exist twice."""
+"""The check for duplicate class names in ``make lint``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.lint.class_names import repeated_class_names
 
 
 def test_a_class_name_in_two_files_is_found(tmp_path):
-    """Private and nested classes count, and a leading underscore makes no difference."""
+    """Private and nested classes count, and leading underscores are ignored."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.py").write_text("class Host: ...\nclass Once: ...\n", encoding="utf-8")
     (tmp_path / "sub/b.py").write_text("class Outer:\n    class _Host: ...\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The garbage collector in the processes of a job."""
+"""Pausing the garbage collector in the processes of a job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_sm._collector import pause_collector
 
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_the_collector_is_paused_and_left_as_it_was(was_enabled):
-    """A collector that the script has turned off stays off, also after an import that failed."""
+    """The collector's previous state is restored, even if an import fails."""
 
     def fail_in_a_pause():
         with pause_collector():

@@ -1,4 +1,4 @@
-"""environment.yml and the Dockerfile ask for what pyproject.toml asks for."""
+"""environment.yml and the Dockerfiles require the same packages as pyproject.toml."""
 
 import importlib.metadata
 import re
@@ -14,31 +14,31 @@ from tests.sdk import REQUIREMENTS
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer reads pyproject.toml")
 REPOSITORY = Path(__file__).parents[2]
 CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
-# Of conda only: the interpreter, and what installs the pip part.
+# The interpreter and pip, which only conda's file lists.
 CONDA_ONLY = {"python", "pip"}
-# Extras that belong into the image.
+# The extras that the image includes.
 EXTRAS = ("container", "vision", "report")
 
 
 @pytest.fixture(scope="module")
 def project():
-    """Table ``project`` of pyproject.toml."""
+    """Return the table ``project`` of pyproject.toml."""
     return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 @pytest.fixture(scope="module")
 def environment():
-    """The content of environment.yml."""
+    """Return the content of environment.yml."""
     return yaml.safe_load((REPOSITORY / "environment.yml").read_text(encoding="utf-8"))
 
 
 def conda_specs(environment):
-    """What conda installs."""
+    """Return the packages that conda installs."""
     return [item for item in environment["dependencies"] if isinstance(item, str)]
 
 
 def pip_specs(environment):
-    """What pip installs."""
+    """Return the packages that pip installs."""
     return [spec for item in environment["dependencies"] if isinstance(item, dict) for spec in item["pip"]]
 
 
@@ -47,16 +47,16 @@ def _extras(requirement):
 
 
 def split(spec):
-    """Name, with extras, and version of a spec, the version's parts sorted."""
+    """Split a spec into its name with extras, and its sorted version constraints."""
     name, version = re.fullmatch(r"([A-Za-z0-9_-]+(?:\[[a-z,]+\])?)(.*)", spec).groups()
     return name.lower(), sorted(filter(None, version.split(",")))
 
 
 def test_each_dependency_has_the_same_version_in_both_files(project, environment):
-    """What the image installs is what the package and its extras for the image ask for, version by version.
+    """The image installs the versions that the package and the image's extras require.
 
-    Extras of a package, of which conda knows nothing, come along: Lightning's CLI does not start without those of
-    jsonargparse.
+    Extras of dependencies must match as well, although conda has none: Lightning's CLI does not start without
+    jsonargparse's.
     """
     wanted = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
     requirements = {item.name: item for item in map(Requirement, wanted)}
@@ -70,7 +70,7 @@ def test_each_dependency_has_the_same_version_in_both_files(project, environment
 
 @pytest.mark.proof
 def test_every_conda_spec_parses(environment):
-    """Conda's own parser reads each spec, and finds the name that is meant."""
+    """Conda's parser accepts each spec and finds the intended name."""
     import rattler
 
     for spec in conda_specs(environment):
@@ -78,18 +78,18 @@ def test_every_conda_spec_parses(environment):
 
 
 def test_python_is_one_that_the_package_allows(project, environment):
-    """The image's Python is within requires-python."""
+    """The image's Python satisfies requires-python."""
     (python,) = (spec for spec in conda_specs(environment) if spec.startswith("python="))
     assert python.removeprefix("python=") in Requirement(f"python{project['requires-python']}").specifier
 
 
 def test_channels_are_conda_forge_alone(environment):
-    """Packages of Anaconda's own channels, which companies pay for, are never taken."""
+    """Packages from Anaconda's channels, which companies must pay for, are never used."""
     assert environment["channels"] == ["conda-forge", "nodefaults"]
 
 
 def test_bolts_is_the_same_everywhere():
-    """Whatever makes an environment installs the same lightning-bolts, without its dependencies."""
+    """All files that create an environment install the same lightning-bolts, without its dependencies."""
     pattern = re.compile(r"--no-deps '?(lightning-bolts==[0-9.]+)")
     found = [
         pattern.findall((REPOSITORY / name).read_text(encoding="utf-8"))
@@ -101,14 +101,14 @@ def test_bolts_is_the_same_everywhere():
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.dlc"])
 def test_images_say_which_version_and_source_they_have(name):
-    """Their labels have the package's version, and the address that whoever builds them gives."""
+    """The images' labels have the package's version and the source address from a build argument."""
     text = (REPOSITORY / "docker" / name).read_text(encoding="utf-8")
     labels = dict(re.findall(r"org\.opencontainers\.image\.(\w+)=(\S+)", text))
     assert labels == {"title": "lightning_sm", "version": __version__, "source": "${SOURCE}"}
 
 
 def test_the_table_of_versions_accepts_what_is_asked_for(project):
-    """Each package of the second table was tested within the bounds of pyproject.toml or tests/sdk.py."""
+    """Versions in the second table satisfy the constraints in pyproject.toml or tests/sdk.py, which it repeats."""
     wanted = [
         *project["dependencies"],
         *(line for extra in project["optional-dependencies"].values() for line in extra),
@@ -138,14 +138,14 @@ def test_the_table_of_versions_accepts_what_is_asked_for(project):
 
 
 def test_the_sdks_that_readers_install_are_those_of_the_tests():
-    """docs/sdk.md and tests/sdk.py ask for the same versions."""
+    """docs/sdk.md and tests/sdk.py require the same versions."""
     text = (REPOSITORY / "docs" / "sdk.md").read_text(encoding="utf-8")
     assert re.findall("pip install '(sagemaker.+?)'", text) == list(REQUIREMENTS.values())
 
 
 @pytest.mark.parametrize("name", ["pytorch-lightning", "jsonargparse"])
 def test_no_newer_minor_version_is_accepted_than_was_tested(project, name):
-    """The table of versions has the bounds of pyproject.toml, which end after the newest version that was tested."""
+    """The table repeats pyproject.toml's bounds, which exclude minor versions newer than the newest tested one."""
     (requirement,) = (one for one in map(Requirement, project["dependencies"]) if one.name == name)
     text = (REPOSITORY / "docs" / "tested.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| `{name}`.*\| ([\d.]+) \| ([\d.]+) \| `([^`]+)`", text, re.MULTILINE)
@@ -159,7 +159,7 @@ def test_no_newer_minor_version_is_accepted_than_was_tested(project, name):
 
 
 def test_each_extra_that_is_named_exists(project):
-    """Messages and pages ask for no extra that the package lacks, and the page about them has each with its use."""
+    """Messages and pages name only existing extras, and docs/install.md describes each extra."""
     extras = set(project["optional-dependencies"])
     files = [
         *(REPOSITORY / "lightning_sm").rglob("*.py"),

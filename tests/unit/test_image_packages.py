@@ -1,4 +1,4 @@
-"""docker/install.sh asks conda and pip for what the build arguments and the locks say; here both only take notes."""
+"""docker/install.sh passes the right packages and locks to conda and pip, both replaced by recording stand-ins."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ _CLEAN = "micromamba clean --all --yes CUDA="
 
 @pytest.fixture
 def install(tmp_path):
-    """Runs the script on a copy of environment.yml; returns the commands, and what conda was asked for."""
+    """Return a function that runs the script on a copy of environment.yml and returns the commands and the packages."""
     programs, folder = tmp_path / "bin", tmp_path / "environment"
     for made in (programs, folder):
         made.mkdir()
@@ -45,14 +45,14 @@ def install(tmp_path):
 
 
 def test_without_a_lock_conda_solves_for_the_environment(install):
-    """Conda gets environment.yml as it is, and the version of CUDA that it cannot find on the building machine."""
+    """Conda receives environment.yml unchanged, and the CUDA version, which it cannot detect during a build."""
     commands, asked = install()
     assert commands == ["micromamba install --yes --name base --file environment.yml CUDA=12.8", _CLEAN]
     assert asked == yaml.safe_load((REPOSITORY / "environment.yml").read_text(encoding="utf-8"))["dependencies"]
 
 
 def test_a_lock_is_installed_as_it_is(install):
-    """Nothing is solved: conda's packages come from the one lock, and pip's from the other, each with its checksum."""
+    """With locks, nothing is solved: conda and pip each install from a lock with checksums."""
     commands, _ = install("conda.lock", "pip.lock")
     assert commands == [
         "micromamba install --yes --name base --file conda.lock CUDA=",
@@ -62,7 +62,7 @@ def test_a_lock_is_installed_as_it_is(install):
 
 
 def test_the_toolkit_can_be_left_out(install):
-    """Of what it brings, boto3 stays: the launcher fetches code from S3 with it."""
+    """Without the toolkit, boto3 stays, because the launcher uses it to fetch code from S3."""
     _, asked = install(TOOLKIT="0")
     pip = asked[-1]["pip"]
     assert not [line for line in pip if line.startswith("sagemaker-training")]
@@ -70,20 +70,20 @@ def test_the_toolkit_can_be_left_out(install):
 
 
 def test_the_plugin_for_efa_can_be_added(install):
-    """It is a package of conda's."""
+    """The EFA plugin is installed as a conda package."""
     _, asked = install(EFA="1")
     assert "aws-ofi-nccl" in asked
 
 
 @pytest.mark.proof
 def test_the_lock_of_pip_has_a_checksum_that_pip_checks(tmp_path):
-    """What pip has installed is frozen with its file's checksum, and another file of the same version is refused."""
+    """The lock has the checksum of the installed file, so pip rejects another file of the same version."""
     index, environment = tmp_path / "index", tmp_path / "environment"
     index.mkdir()
     wheel = index / write_wheel(index, "frozen_one", "1.5")
     subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=300)
     python = str(environment / "bin" / "python")
-    # Nothing of this machine: neither its index nor its settings of pip.
+    # Isolate pip from this machine's index and settings.
     env = {"PATH": os.environ["PATH"], "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_CONFIG_FILE": os.devnull}
 
     def pip(*words):
@@ -92,7 +92,7 @@ def test_the_lock_of_pip_has_a_checksum_that_pip_checks(tmp_path):
 
     assert pip("uninstall", "--yes", "setuptools").returncode == 0
     assert pip("install", "frozen_one").returncode == 0
-    # As pip itself says that it came with Python, so that no index has to know its version.
+    # Mark pip as installed by Python, so that pip_lock.py does not look for it in an index.
     (record,) = environment.rglob("pip-*.dist-info/INSTALLER")
     record.write_text("venv\n")
     lock = subprocess.run(

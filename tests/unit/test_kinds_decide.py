@@ -1,4 +1,4 @@
-"""No code decides by a text for people: kinds do. Of texts that others write, the exceptions below say why."""
+"""Code decides by kinds, never by text for people. The exceptions below parse text that other programs write."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _PACKAGE = Path(lightning_sm.__file__).parent
 _CUTS = {"startswith", "endswith", "partition", "rpartition", "removeprefix", "removesuffix", "split", "rsplit"}
 _SEARCHES = {"find", "rfind", "index", "rindex", "replace", "count"}
 _PATTERNS = {"compile", "match", "search", "sub", "subn", "fullmatch", "findall", "finditer", "split"}
-# Names of what holds a text for people.
+# Names of variables and attributes that hold text for people.
 _TEXTS = {"reason", "text", "message", "report", "phase", "headline", "cause", "words", "why"}
-# A letter and a space after it, or a space and a word after it: "failed with ", " on ", "error: ".
+# A letter followed by a space, or a space followed by a word: "failed with ", " on ", "error: ".
 _PHRASE = re.compile(r"[^\W\d_][.:,;!?]? | [^\W\d_]{2}")
 
 _STDERR = "a script that writes no failure file says why it dies only in what Python, argparse and torch print"
 _SERVICE = "AWS has no field for it"
 _SETTING = "the syntax of a setting or an argument"
 _SECRETS = "hides secrets in whatever a text says"
-# Why each decision is none, or has no other source; by file, and by the constant or the expression.
+# The reason for each exception, by file and by the constant or expression.
 _EXCEPTIONS = {
     "_text.py": {"_ESCAPES.sub('', text)": "what a terminal would act upon"},
     "cloud/follow.py": {"_EXIT_CODE": _SERVICE},
@@ -111,7 +111,7 @@ _EXCEPTIONS = {
         r"re.search('GLOBAL ([\\w.]+)', str(error))": "torch's error has no field for it"
     },
 }
-# What once decided: put back, it must be found.
+# Constants used by former decisions; the check must find each of these decisions.
 _ONCE = r"""
 HANG = "The training hangs:"
 DATA_WAIT = "data_wait"
@@ -132,7 +132,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _constants(tree: ast.Module) -> dict[str, ast.expr]:
-    """What the names of a module stand for that are assigned once, or imported from the package."""
+    """Return the values of names that a module assigns or imports from the package."""
     found: dict[str, ast.expr] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "lightning_sm":
@@ -167,7 +167,7 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def _is_decision(node: ast.AST, constants: dict[str, ast.expr]) -> bool:
-    """Whether an expression cuts, searches or compares a text for people."""
+    """Return whether an expression cuts, searches or compares a text for people."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         owner, method = node.func.value, node.func.attr
         has_phrase = any(_is_phrase(one, constants) for one in node.args)
@@ -182,7 +182,7 @@ def _is_decision(node: ast.AST, constants: dict[str, ast.expr]) -> bool:
 
 
 def _decisions(tree: ast.Module) -> Iterator[str]:
-    """Name each decision by the constant that it defines, else as it is written."""
+    """Yield each decision: the constant that it defines, or else its source."""
     constants = _constants(tree)
     for statement in tree.body:
         for node in ast.walk(statement):
@@ -191,7 +191,7 @@ def _decisions(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_text_for_people_decides():
-    """What cuts, searches or compares one is in the table, and all that is in the table exists."""
+    """The table lists exactly the expressions that cut, search or compare text for people."""
     found = {
         path.relative_to(_PACKAGE).as_posix(): set(_decisions(_tree(path))) for path in sorted(_PACKAGE.rglob("*.py"))
     }
@@ -223,6 +223,6 @@ def test_no_text_for_people_decides():
     ],
 )
 def test_what_once_decided_would_be_found(decision):
-    """Each of these was in the package, or is written as those were."""
+    """Each decision was once in the package, or resembles one that was."""
     assert decision in set(_decisions(ast.parse(_ONCE.format(decision))))
     assert not set(_decisions(ast.parse("outcome.kind is OutcomeKind.HANG\npath.endswith('.ckpt')\n'a' in names")))

@@ -1,4 +1,4 @@
-"""What the kernel is asked for on Linux, and what takes its place elsewhere."""
+"""Kernel features on Linux, and their substitutes on other systems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_sm.errors import NeedsLinuxError
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """Another system, whose calls of the kernel do not exist."""
+    """Simulate another system, without Linux's system calls."""
     monkeypatch.setattr(_linux, "_IS_LINUX", False)
     monkeypatch.setattr(_linux, "_SYSTEM", "macOS")
     for name in ("sched_getaffinity", "waitid"):
@@ -27,7 +27,7 @@ def elsewhere(monkeypatch):
 
 @pytest.fixture
 def sleeper():
-    """A child that handles SIGUSR1 and blocks SIGUSR2."""
+    """Start a child process that handles SIGUSR1 and blocks SIGUSR2."""
     text = (
         "import signal, sys\n"
         "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
@@ -43,7 +43,7 @@ def sleeper():
 
 
 def test_handlers_and_blocked_signals_are_told_apart(sleeper):
-    """A blocked signal counts only where that is asked for; a process that has ended handles nothing."""
+    """A blocked signal counts only on request, and a process that has exited handles no signal."""
     assert _linux.handles_signal(sleeper.pid, signal.SIGUSR1) is True
     assert _linux.handles_signal(sleeper.pid, signal.SIGUSR2) is False
     assert _linux.handles_signal(sleeper.pid, signal.SIGUSR2, or_blocks=True) is True
@@ -54,8 +54,8 @@ def test_handlers_and_blocked_signals_are_told_apart(sleeper):
 
 
 def test_ended_child_is_not_reaped():
-    """The child that has ended is named, and its exit code is left for whoever waits for it."""
-    # In a process of its own: that of the tests may have other children, and adopt orphans.
+    """The exited child is reported, and its parent can still wait for its exit code."""
+    # Use a separate process: the test process may have other children and adopt orphans.
     text = (
         "import os, subprocess, sys\n"
         "from lightning_sm import _linux\n"
@@ -71,7 +71,7 @@ def test_ended_child_is_not_reaped():
 
 
 def test_hosts_have_addresses_of_their_own():
-    """None is 127.0.0.1, which would hide a wrong main address."""
+    """No host gets 127.0.0.1, which would hide a wrong main address."""
     assert _linux.loopback_addresses(3) == ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
     assert _linux.missing_on_this_system() == ""
     _linux.require_linux("This", "Do that.")
@@ -79,14 +79,14 @@ def test_hosts_have_addresses_of_their_own():
 
 @pytest.mark.parametrize(("quota", "cpus"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", None)])
 def test_a_container_has_the_cpus_of_its_limit(tmp_path, quota, cpus):
-    """Whatever the machine has; "max" is no limit, and neither is a missing file."""
+    """A quota limits the number of CPUs, but "max" and a missing file do not."""
     unlimited = _linux.usable_cpus(tmp_path)
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     assert _linux.usable_cpus(tmp_path) == min(cpus or unlimited, unlimited)
 
 
 def test_elsewhere_nothing_is_asked_of_the_kernel(elsewhere, tmp_path):
-    """Each capability has its documented substitute."""
+    """On other systems, each feature has its documented substitute."""
     assert _linux.loopback_addresses(2) == ["127.0.0.1", "127.0.0.1"]
     assert _linux.usable_cpus(tmp_path) == os.cpu_count()
     assert _linux.handles_signal(os.getpid(), signal.SIGTERM) is None
@@ -94,13 +94,13 @@ def test_elsewhere_nothing_is_asked_of_the_kernel(elsewhere, tmp_path):
 
 
 def test_elsewhere_the_error_names_the_system_and_what_to_do(elsewhere):
-    """One line: what needs Linux, what this is, what to do."""
+    """On other systems, the error names the feature, the system and the fix in one line."""
     with pytest.raises(NeedsLinuxError, match=r"^This needs Linux, but this system is macOS\. Do that\.$"):
         _linux.require_linux("This", "Do that.")
 
 
 def test_the_exit_of_a_process_is_noticed_before_its_parent_waits_for_it():
-    """With its exit code or signal, of processes that are no children, too; a process that is gone is skipped."""
+    """Exit codes and signals are reported even for grandchildren; processes that no longer exist are skipped."""
     source = "import subprocess, sys\nkill = 'import os; os.kill(os.getpid(), 9)'\n"
     source += "child = subprocess.Popen([sys.executable, '-c', kill])\n"
     source += "print(child.pid, flush=True); sys.stdin.read()"
@@ -118,7 +118,7 @@ def test_the_exit_of_a_process_is_noticed_before_its_parent_waits_for_it():
 
 @pytest.fixture
 def named():
-    """A thread with a name of its own, which works until it is told to sleep."""
+    """Start a named thread that works until it is told to sleep."""
     begun, rests, ends = threading.Event(), threading.Event(), threading.Event()
 
     def run():
@@ -138,13 +138,13 @@ def named():
 
 
 def test_a_thread_at_work_is_waited_for(named):
-    """Until it sleeps, or the time is over."""
+    """The wait for a thread lasts until it sleeps or the time is up."""
     assert not _linux.wait_until_asleep("at-work", 0.1)
     named.set()
     assert _linux.wait_until_asleep("at-work", 60.0)
 
 
 def test_threads_that_are_not_there_are_not_waited_for(elsewhere):
-    """Nor any on another system."""
+    """Waiting for a missing thread, or on another system, returns at once."""
     assert _linux.wait_until_asleep("nobody", 0.0)
     assert _linux.wait_until_asleep("python", 0.0)

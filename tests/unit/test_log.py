@@ -1,4 +1,4 @@
-"""Log lines: shown whatever the script did about logging."""
+"""Log lines are shown whatever logging the script configures."""
 
 import logging
 
@@ -8,20 +8,20 @@ from lightning_sm._log import command_logger, show_log_lines
 
 
 class Lines(logging.Handler):
-    """Keeps the lines that it gets."""
+    """A handler that keeps the messages it receives."""
 
     def __init__(self):
         super().__init__()
         self.lines = []
 
     def emit(self, record):
-        """Keep it."""
+        """Keep the message."""
         self.lines.append(record.getMessage())
 
 
 @pytest.fixture
 def logger(monkeypatch):
-    """The logger of lightning_sm, as it is at the start of a script."""
+    """Return the logger of lightning_sm in the state at the start of a script."""
     logger = logging.getLogger("lightning_sm")
     for name, value in {"handlers": [], "propagate": True}.items():
         monkeypatch.setattr(logger, name, value)
@@ -32,7 +32,7 @@ def logger(monkeypatch):
 
 
 def test_a_script_without_logging_sees_them_on_stderr(logger, monkeypatch, capsys):
-    """Each once, and nothing but the message."""
+    """Each line is printed once and contains only the message."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     show_log_lines()
     show_log_lines()
@@ -41,7 +41,7 @@ def test_a_script_without_logging_sees_them_on_stderr(logger, monkeypatch, capsy
 
 
 def test_a_script_with_logging_of_its_own_gets_them_too(logger, monkeypatch):
-    """Although logging.basicConfig() leaves the level of everything at WARNING."""
+    """Lines reach the script's handler even if logging.basicConfig() leaves the root level at WARNING."""
     handler = Lines()
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
@@ -51,7 +51,7 @@ def test_a_script_with_logging_of_its_own_gets_them_too(logger, monkeypatch):
 
 
 def test_a_level_that_the_script_chose_stays(logger, monkeypatch):
-    """Whoever wants less gets less."""
+    """A level that the script sets is respected."""
     handler = Lines()
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     logger.setLevel(logging.ERROR)
@@ -61,7 +61,7 @@ def test_a_level_that_the_script_chose_stays(logger, monkeypatch):
 
 
 def test_lines_of_a_command_begin_with_its_name(caplog):
-    """Once each, whatever handlers and formatters there are, and also if the module is imported again."""
+    """The command's name precedes each line exactly once, even if the module is imported again."""
     for _ in range(2):
         log = command_logger("lightning_sm.some_command")
     log.warning("%d of %d hosts started", 1, 2)

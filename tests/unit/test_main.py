@@ -1,4 +1,4 @@
-"""The command line, and what the commands load."""
+"""The command line, and the modules that its commands load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_sm.__main__ import main
 
 @pytest.mark.parametrize("argument", ["doctor", "--help"])
 def test_commands_start_without_torch(argument):
-    """Torch, Lightning and the SDK take seconds to load."""
+    """Commands load neither torch, Lightning nor the SDK, which take seconds to import."""
     code = (
         "import sys\nfrom lightning_sm.__main__ import main\n"
         f"try:\n    main([{argument!r}])\nexcept SystemExit:\n    pass\n"
@@ -38,7 +38,7 @@ def test_commands_start_without_torch(argument):
     ],
 )
 def test_an_unknown_word_is_answered_with_a_similar_one(capsys, args, words):
-    """Commands and options, those of the subcommand that was named; with exit code 2."""
+    """Commands and the subcommand's options get suggestions, and the exit code is 2."""
     with pytest.raises(SystemExit) as ended:
         main(args)
     assert ended.value.code == 2
@@ -46,7 +46,7 @@ def test_an_unknown_word_is_answered_with_a_similar_one(capsys, args, words):
 
 
 def test_no_command_is_a_question_for_help(capsys):
-    """The list of commands, on stdout, and no error."""
+    """Without a command, the list of commands is printed to stdout, and the exit code is 0."""
     assert main([]) == 0
     output = capsys.readouterr()
     assert output.out.startswith("usage: lightning-sm ")
@@ -68,7 +68,7 @@ def test_no_command_is_a_question_for_help(capsys):
     ],
 )
 def test_own_options_behind_the_script_are_no_guess(caplog, args, words):
-    """Without "--", the script would get them, and the emulator would start one host."""
+    """The error explains "--": without it, the script gets these options, and the emulator starts one host."""
     with caplog.at_level("ERROR", "lightning_sm"):
         assert main(["local", *args]) == 2
     for word in words:

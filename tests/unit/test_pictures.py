@@ -1,4 +1,4 @@
-"""The pictures of README and the pages (docs/pictures.py), and their elements in the pages (docs/page_images.py)."""
+"""Pictures of README and the docs (docs/pictures.py), and their elements in the pages (docs/page_images.py)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ After.
 
 @pytest.fixture
 def modules(monkeypatch):
-    """The folder of the modules is where Python looks for them."""
+    """Import the modules from the docs folder."""
     monkeypatch.syspath_prepend(str(DOCS))
     import page_images
     import pictures
@@ -36,7 +36,7 @@ def modules(monkeypatch):
 
 
 def shown(page_images):
-    """The pictures that pages show, by the page."""
+    """Yield each page with the pictures that it shows."""
     for page in [*REPOSITORY.glob("*.md"), *DOCS.glob("*.md")]:
         text = page.read_text(encoding="utf-8")
         files = [file for _, file in IMAGE.findall(text) if "://" not in file]
@@ -46,14 +46,14 @@ def shown(page_images):
 
 
 def test_pages_show_what_make_pictures_makes(modules):
-    """Each file that a page shows is there, and each that is there is made by the command and shown by a page."""
+    """The pictures that pages show, the existing files and the files that the command creates are the same."""
     page_images, pictures = modules
     named = {file for _, files in shown(page_images) for file in files if file.parent == pictures.IMAGES}
     assert named == set(pictures.IMAGES.iterdir()) == pictures.files()
 
 
 def test_each_picture_element_can_be_read(modules):
-    """Pages have no other HTML for pictures, which the site and the package index would not convert."""
+    """Pages use no other HTML for pictures, which the site and the package index would not convert."""
     page_images, _ = modules
     for page, _ in shown(page_images):
         text = page.read_text(encoding="utf-8")
@@ -61,13 +61,13 @@ def test_each_picture_element_can_be_read(modules):
 
 
 def test_pictures_are_small(modules):
-    """Whoever reads README on a phone loads little."""
+    """Pictures are at most 200 KB, so that README loads quickly on a phone."""
     _, pictures = modules
     assert [file.name for file in pictures.files() if file.stat().st_size > 200_000] == []
 
 
 def test_no_picture_names_a_folder_of_the_machine(modules):
-    """Texts in SVG have no absolute path but those of a job's host."""
+    """Text in SVG files has no absolute paths except those of a job's host."""
     _, pictures = modules
     for file in pictures.IMAGES.glob("*.svg"):
         words = re.sub(r"<style>.*?</style>|<[^>]*>", " ", file.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -75,13 +75,13 @@ def test_no_picture_names_a_folder_of_the_machine(modules):
 
 
 def test_a_picture_becomes_an_image_of_markdown(modules):
-    """The package index shows the file for light pages."""
+    """The package index shows the file for light mode."""
     page_images, _ = modules
     assert page_images.as_markdown(PAIR) == "Before.\n\n![What it shows](images/a.png)\n\nAfter.\n"
 
 
 def test_a_picture_becomes_an_image_for_each_colour_of_the_site(modules):
-    """Furo shows the one of the colours that the reader has chosen."""
+    """Furo shows the image for the reader's colour scheme."""
     page_images, _ = modules
     text = page_images.as_directives(PAIR)
     assert text.count(".. image:: ") == 2
@@ -91,7 +91,7 @@ def test_a_picture_becomes_an_image_for_each_colour_of_the_site(modules):
 
 
 def test_on_the_site_a_phone_has_its_own_files(modules):
-    """Files for phones, and those for pages, are in containers that the style sheet hides from the others."""
+    """Files for phones and files for pages are in containers, of which the style sheet hides one."""
     page_images, _ = modules
     phone = '  <source media="(max-width: 600px)" srcset="images/a-phone.png">\n'
     text = page_images.as_directives(PAIR.replace("<picture>\n", f"<picture>\n{phone}"))
@@ -100,7 +100,7 @@ def test_on_the_site_a_phone_has_its_own_files(modules):
 
 
 def test_another_picture_is_refused(modules):
-    """A medium for which the site has no class is an error, with the element."""
+    """A media query without a class on the site raises an error that names it."""
     page_images, _ = modules
     with pytest.raises(ValueError, match="prefers-contrast"):
         page_images.as_directives(PAIR.replace("prefers-color-scheme: dark", "prefers-contrast: more"))

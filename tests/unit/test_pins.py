@@ -1,4 +1,4 @@
-"""What runs with the rights of a release or a build is named so that nobody else can exchange it."""
+"""Actions and images with the rights of a release or a build are pinned, so that nobody else can replace them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_actions_are_named_by_commit(workflow):
-    """A tag can be moved to other code; the comment says which version the commit is. Own workflows need neither."""
+    """Actions are pinned to commits, since tags can move, with the version as comment; local workflows are exempt."""
     used = re.findall(r"^ *(?:- )?uses: (.+)$", workflow.read_text(encoding="utf-8"), re.MULTILINE)
     assert used
     others = [line for line in used if not line.startswith("./")]
@@ -21,6 +21,6 @@ def test_actions_are_named_by_commit(workflow):
 
 
 def test_the_base_of_the_image_is_named_by_digest():
-    """The default, of which all platforms have the same."""
+    """The default base image has a digest, which covers all platforms."""
     text = (REPOSITORY / "docker" / "Dockerfile").read_text(encoding="utf-8")
     assert re.search(r"^ARG BASE_IMAGE=[\w/.-]+:[\d.]+@sha256:[0-9a-f]{64}$", text, re.MULTILINE)

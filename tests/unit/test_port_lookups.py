@@ -49,7 +49,7 @@ class Server:
 
 
 def test_a_port_of_a_socket_that_is_closed_before_it_is_used_is_found(tmp_path):
-    """Not one whose socket is open while the port is used."""
+    """The check reports only ports whose socket is closed before the port is used."""
     (tmp_path / "a.py").write_text(_LOOKED_UP)
     (tmp_path / "b.py").write_text(_KEPT)
     assert ports_bound_later(tmp_path) == [f"{tmp_path}/a.py:{line}" for line in (2, 6, 11, 18)]

@@ -1,4 +1,4 @@
-"""The names that users import, and what an import of them loads."""
+"""The public names, and the modules that importing them loads."""
 
 import subprocess
 import sys
@@ -9,19 +9,19 @@ import lightning_sm
 
 
 def test_every_public_name_can_be_imported():
-    """Each name of ``__all__`` exists, and belongs to this package."""
+    """Each name in ``__all__`` exists and belongs to this package."""
     for name in set(lightning_sm.__all__) - {"__version__"}:
         assert getattr(lightning_sm, name).__module__.startswith("lightning_sm.")
 
 
 def test_the_namespace_is_the_public_api():
-    """``dir`` shows what ``__all__`` names and nothing else, and every name can be loaded."""
+    """``dir`` lists exactly the names in ``__all__``, and all of them can be loaded."""
     assert dir(lightning_sm) == sorted(lightning_sm.__all__)
     assert {*lightning_sm._MODULE_OF, "__version__"} == set(lightning_sm.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    """A misspelled name fails as in any module."""
+    """A misspelled name raises AttributeError, as in any module."""
     with pytest.raises(AttributeError, match="'lightning_sm' has no attribute 'SagemakerCLI'"):
         _ = lightning_sm.SagemakerCLI
 

@@ -1,4 +1,4 @@
-"""The generated reference (docs/reference.py): complete, and in the words of its readers."""
+"""The generated reference (docs/reference.py) is complete and written for its readers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ REFERENCE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "reference.p
 
 
 def rows(text):
-    """The cells of all tables of a page, by their first cell without its markup."""
+    """Return the cells of all tables of a page, by their first cell without its markup."""
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     return {row[0].replace("`", ""): row[1:] for row in cells}
 
 
 def options(invocations):
-    """The names of options that stand before their meanings."""
+    """Return the names of options in the first column."""
     return {name for one in invocations for name in re.findall(r"(?<![\w-])--?[a-z][\w-]*", one)}
 
 
 def test_each_command_has_the_options_of_its_help(capsys, monkeypatch):
-    """Whatever parses a command, its section has its usage and its options; commands within commands are found."""
+    """Each command's section has its usage and its options, including commands within commands."""
     monkeypatch.setenv("NO_COLOR", "1")
     sections = dict(re.findall(r"^## (lightning-sm [^\n]*)\n\n(.*?)(?=^## |\Z)", REFERENCE["commands"](), re.M | re.S))
     names = {name for name in program._NAMES if name != "jobs"}
@@ -46,13 +46,13 @@ def test_each_command_has_the_options_of_its_help(capsys, monkeypatch):
 
 
 def test_settings_are_those_that_users_set():
-    """Each in the table with its default and meaning; variables of our own processes are not."""
+    """The table has the default and meaning of each setting for users, and no internal variables."""
     shown = rows(REFERENCE["settings"]())
     assert shown == {one.name: [one.default_text, one.meaning] for one in SETTINGS if not one.is_internal}
 
 
 def test_job_file_has_all_keys():
-    """Those of the file and those within them, with type, default and a meaning in words."""
+    """All keys at all levels are listed with type, default and meaning."""
     shown = rows(REFERENCE["job_file"]())
     assert list(shown) == [".".join(path.parts) for path in all_keys(Job)]
     assert all(len(cells) == 3 and all(cells) for cells in shown.values())
@@ -67,14 +67,14 @@ def test_job_file_has_all_keys():
 @pytest.mark.filterwarnings("ignore")  # of the SageMaker SDK, from which a public name is derived
 @pytest.mark.parametrize("name", REFERENCE["GENERATED"])
 def test_the_pages_in_the_repository_have_what_is_generated_today(name):
-    """Readers of the repository see commands, variables, keys and names as the code has them."""
+    """The pages in the repository match the code's commands, variables, keys and names."""
     page = (REFERENCE["FOLDER"] / f"{name}.md").read_text(encoding="utf-8")
     assert f"<!-- generated: {name} -->" in page
     assert page == REFERENCE["complete"](page), "run: python docs/reference.py"
 
 
 def test_long_signatures_have_several_parameters_on_a_line():
-    """As many as fit, each whole."""
+    """Each line of a long signature has as many whole parameters as fit."""
     page = (REFERENCE["FOLDER"] / "python.md").read_text(encoding="utf-8")
     signature = re.search(r"^DataHost\(\n(.*?)^\)$", page, re.M | re.S)
     assert signature is not None

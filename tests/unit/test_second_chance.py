@@ -1,4 +1,4 @@
-"""The second chance of failed tests, with tests that fail once, always, and too often."""
+"""The second chance of failed tests: tests that fail once, always, or in large numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _run(folder, number_once, others=""):
     tests = _FAILS_ONCE.format(number=number_once) + others
     (folder / "test_all.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]")
-    # Groups change the names of tests in workers of xdist, as in the suite itself.
+    # Groups change the names of tests in xdist workers, as in the suite itself.
     groups = "import pytest\n@pytest.hookimpl(tryfirst=True)\ndef pytest_collection_modifyitems(items):\n"
     groups += "    for item in items:\n        item.add_marker(pytest.mark.xdist_group('file/name.py'))\n"
     (folder / "conftest.py").write_text(groups)
@@ -43,7 +43,7 @@ def _run(folder, number_once, others=""):
 
 
 def test_tests_that_fail_once_pass_and_are_listed(tmp_path):
-    """The last lines name each with its first error; what had passed does not run again."""
+    """The last lines list each test with its first error, and passed tests do not run again."""
     passing = "\ndef test_passes():\n    with open(pathlib.Path(__file__).with_name('passed'), 'a') as file:\n"
     passing += "        file.write('x')\n"
     ended = _run(tmp_path, 5, passing)
@@ -55,7 +55,7 @@ def test_tests_that_fail_once_pass_and_are_listed(tmp_path):
 
 
 def test_tests_are_named_without_their_groups(tmp_path):
-    """What a parameter has after an @ stays."""
+    """The group after the last @ is removed, but an @ in a parameter is kept."""
     results = tmp_path / "results.xml"
     names = ("test_a@unit/file.py", "test_b[kill@step=1]@unit/file.py", "test_c[kill@step=1]", "test_d")
     cases = (f'<testcase classname="m" name="{name}"><failure message="wrong"/></testcase>' for name in names)
@@ -64,14 +64,14 @@ def test_tests_are_named_without_their_groups(tmp_path):
 
 
 def test_a_test_that_fails_twice_fails_the_run(tmp_path):
-    """Also if it is one of several, whose others pass."""
+    """A test that fails twice fails the run, even if others pass."""
     ended = _run(tmp_path, 1, "\ndef test_always_fails():\n    assert 1 == 2\n")
     assert ended.returncode == 1, ended.stdout
     assert "1 failed, 1 passed" in ended.stdout
 
 
 def test_six_failures_get_no_second_chance(tmp_path):
-    """So many at once are no bad luck."""
+    """Six failures at once are not bad luck, so no test runs again."""
     ended = _run(tmp_path, 6)
     assert ended.returncode == 1, ended.stdout
     assert ended.stdout.count("test session starts") == 1

@@ -13,14 +13,14 @@ TimedLine = TERMINAL["TimedLine"]
 
 
 def test_lines_keep_their_order_and_no_pause_is_long():
-    """The job's hundred seconds become some that one watches."""
+    """Pauses of a recording are shortened to 1.2 s at most."""
     paced = TERMINAL["paced"]([TimedLine(0.0, "$ a"), TimedLine(90.0, "b"), TimedLine(90.4, "c")])
     assert [line.text for line in paced] == ["$ a", "b", "c"]
     assert [round(line.at_s, 2) for line in paced] == [0.0, 1.2, 1.3]
 
 
 def test_a_picture_shows_each_line_from_its_time_on_and_ends_with_the_last_ones():
-    """Text is escaped; more lines than the screen has rows move up."""
+    """Text is escaped, and the picture scrolls if there are more lines than rows."""
     lines = [TimedLine(float(number), f"<{number} & more>") for number in range(30)]
     picture = TERMINAL["moving"]("a & b", lines)
     root = ET.fromstring(picture)  # noqa: S314  # made here
@@ -34,7 +34,7 @@ def test_a_picture_shows_each_line_from_its_time_on_and_ends_with_the_last_ones(
 
 
 def test_a_still_picture_has_the_colours_of_light_and_dark():
-    """Every kind of line has a colour in both, a row's further lines that of the row. Longer lines are cut."""
+    """Each kind of line has a colour in both modes, continued rows keep their colour, and long lines are cut."""
     table = ["$ doctor", "names  problem  not found", "                of three", "own    ok       free", "x" * 200]
     picture = TERMINAL["still"]("a table", table)
     root = ET.fromstring(picture)  # noqa: S314  # made here
@@ -48,7 +48,7 @@ def test_a_still_picture_has_the_colours_of_light_and_dark():
 
 
 def test_a_line_is_shortened_but_not_changed():
-    """What is left out are metrics, folders and the name of the run."""
+    """A line is shortened by leaving out some metrics, folders and the run's name."""
     line = "algo-1 | epoch=1/4 step=16 validation=1 train_loss_step=1.7 val_acc=0.6 memory_gb=1.17 data_wait=0.1%"
     assert TERMINAL["shortened"](line) == "algo-1 | epoch=1/4 step=16 validation=1 val_acc=0.6 data_wait=0.1%"
     saved = "Interrupted: step 40 is saved in /tmp/a/b/step=40.ckpt, 0.4 s after the signal."
@@ -58,7 +58,7 @@ def test_a_line_is_shortened_but_not_changed():
 
 
 def test_the_picture_of_the_readme_is_one():
-    """It has the interruption, the resume and the verdict."""
+    """The picture shows the interruption, the resume and the verdict."""
     root = ET.parse(DOCS / "images" / "terminal.svg").getroot()  # noqa: S314  # made here
     texts = " ".join(root.itertext())
     for part in ("$ lightning-sm local", "Resuming from", "Succeeded after", "exit code"):

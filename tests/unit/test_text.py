@@ -1,4 +1,4 @@
-"""Numbers, times and names in words."""
+"""Formatting numbers, times and names as text."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ from lightning_sm._text import (
      (3599.6, "1 h"), (11_520, "3 h 12 min")],
 )  # fmt: skip
 def test_a_duration_has_two_units_at_most(seconds, text):
-    """Three digits below two minutes; from there on whole units, of which a zero is left out."""
+    """Below two minutes, a duration has three digits; above, it has whole units without zeros."""
     assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00:00"), (59.6, "0:01:00"), (100_000, "27:46:40")])
 def test_hours_on_a_clock_do_not_turn_into_days(seconds, text):
-    """A duration of more than a day keeps its hours."""
+    """A duration of more than a day is shown in hours."""
     assert clock_time(seconds) == text
 
 
 def test_numbers_agree_with_their_nouns():
-    """One is singular, and zero is not."""
+    """Only the number 1 takes the singular."""
     assert [count(number, "host") for number in (0, 1, 4800)] == ["0 hosts", "1 host", "4,800 hosts"]
     assert count(2, "batch", "batches") == "2 batches"
     assert [times(number) for number in (1, 3)] == ["once", "3 times"]
 
 
 def test_a_trace_of_something_is_not_nothing():
-    """A share that rounds to 0% shows as less than 1%; bytes have the largest unit that fits."""
+    """A share that rounds to 0% is shown as less than 1%; bytes have the largest unit that fits."""
     assert [percent(share) for share in (0, 0.001, 0.444, 1)] == ["0%", "<1%", "44%", "100%"]
     assert [size(number) for number in (999, 1.5e6, 2e12)] == ["999 B", "1.5 MB", "2 TB"]
 
 
 def test_a_rate_has_no_exponent():
-    """However fast it is: 12,345 samples a second were 1.235e+04."""
+    """Rates have no exponent, however large: 12,345 samples per second used to be shown as 1.235e+04."""
     assert [rate(number) for number in (0.0, 0.00123, 0.25, 12.345, 99.96, 12345.6)] == [
         *("0", "0.00123", "0.25", "12.3", "100", "12,346")
     ]
 
 
 def test_of_many_names_only_the_first_are_shown():
-    """The number of all stands behind them."""
+    """The total number of names follows the shown names."""
     assert listed(["a", "b"]) == "a, b"
     assert listed([str(number) for number in range(100)], most=2) == "0, 1, ... (100 in all)"
 
 
 def test_a_shortened_text_has_the_length_that_is_allowed():
-    """The mark of the cut counts; a text that fits stays whole."""
+    """The ellipsis counts towards the maximum length, and a text that fits stays whole."""
     assert shortened("abcdef", 6) == "abcdef"
     assert shortened("abcdefg", 6) == "abc..."
 
@@ -84,12 +84,12 @@ def test_a_shortened_text_has_the_length_that_is_allowed():
     ],
 )
 def test_a_terminal_has_nothing_to_act_upon(text, expected):
-    """Escape sequences and control characters are removed, 7-bit and 8-bit ones; tab, line feed and letters stay."""
+    """7-bit and 8-bit escape sequences and control characters are removed; tab, line feed and letters stay."""
     assert plain(text) == expected
 
 
 def test_only_terminals_get_plain_text():
-    """A file or a pipe gets the bytes as they are."""
+    """Files and pipes get the text unchanged."""
 
     class Terminal(io.StringIO):
         def isatty(self):

@@ -1,4 +1,4 @@
-"""What a machine can see of how the pages are written: headings, navigation, units, code blocks."""
+"""Automated checks of the pages' style: headings, navigation, units and code blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGES = [
     REPOSITORY / "benchmarks" / "README.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]
-# For users; ARCHITECTURE is for those who read the code beside it, and CHANGELOG is a list.
+# Pages for users, without ARCHITECTURE, which is for readers of the code, and CHANGELOG, which is a list.
 GUIDES = [page for page in PAGES if page.name not in {"ARCHITECTURE.md", "CHANGELOG.md"}]
 TESTED = REPOSITORY / "docs" / "tested.md"
 _FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
@@ -25,19 +25,19 @@ _LONGEST_SENTENCE = 40
 
 
 def name(page):
-    """The path of a page, for the name of a test."""
+    """Return the path of a page, for the test's name."""
     return page.relative_to(REPOSITORY).as_posix()
 
 
 def prose(page):
-    """A page without its blocks of code."""
+    """Return a page without its code blocks."""
     return _FENCED.sub("", page.read_text(encoding="utf-8"))
 
 
 def sentences(page):
-    """The sentences of a page's paragraphs and items, each on one line; what is in backquotes counts as a word."""
+    """Yield the sentences of paragraphs and items, each on one line, with text in backquotes as one word."""
     text = _COMMENT.sub("", _FENCED.sub("\n\n", page.read_text(encoding="utf-8")))
-    text = _TAG.sub(lambda found: found[1] or "", text)  # a picture is read as its text
+    text = _TAG.sub(lambda found: found[1] or "", text)  # a picture is read as its alternative text
     paragraphs = [[]]
     for line in map(str.strip, text.splitlines()):
         if not line or line.startswith(("#", "|")) or re.match(r"(?:[-*>]|\d+\.) ", line):
@@ -51,7 +51,7 @@ def sentences(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_page_keeps_the_rules_of_its_words(page):
-    """Headings are no questions, units have a space and percentages none, and no sentence continues a block of code."""
+    """Headings are not questions, units follow a space but % does not, and no sentence continues after a code block."""
     assert re.findall(r"^#+ .*\?$|\*\*[^*\n]+\?\*\*", prose(page), re.MULTILINE) == []
     assert re.findall(r"\d %", prose(page)) == []
     words = re.sub(r"`[^`]*`|H100 80GB", "", prose(page))
@@ -60,7 +60,7 @@ def test_a_page_keeps_the_rules_of_its_words(page):
 
 
 def test_the_navigation_has_the_titles_of_the_pages():
-    """README lists each page of docs once, under the title that the page has."""
+    """README lists each page of docs once, and guides under their titles."""
     section = README.partition("\n## Documentation\n")[2].partition("\n## ")[0]
     guides = section.partition("**Reference**")[0]
     found = re.findall(r"\[([^\]]+)\]\((docs/[\w-]+\.md)\)", section)
@@ -74,7 +74,7 @@ def test_the_navigation_has_the_titles_of_the_pages():
 
 
 def test_search_words_stand_below_the_title():
-    """Where the site reads them, and in a comment, which no viewer shows."""
+    """Search words are in a comment below the title, where the site reads them and viewers hide them."""
     for page in PAGES:
         for line, text in enumerate(page.read_text(encoding="utf-8").splitlines()):
             assert not text.startswith("<!-- search:") or (line == 2 and re.fullmatch(r"<!-- search: .+ -->", text)), (
@@ -84,7 +84,7 @@ def test_search_words_stand_below_the_title():
 
 @pytest.mark.parametrize("page", GUIDES, ids=name)
 def test_a_guide_is_read_sentence_by_sentence(page):
-    """It begins with prose, which says what the reader does or gets, and has no sentence of more than 40 words."""
+    """A guide begins with a sentence, and no sentence has more than 40 words."""
     lines = page.read_text(encoding="utf-8").splitlines()
     first = next(line for line in lines[1:] if line and not line.startswith("<!--"))
     assert re.match(r"[A-Z]", first), first
@@ -93,7 +93,7 @@ def test_a_guide_is_read_sentence_by_sentence(page):
 
 @pytest.mark.parametrize("page", [page for page in GUIDES if page != TESTED], ids=name)
 def test_what_never_ran_stands_once(page):
-    """A page says it in one box, with a link to the page on what was tested, which says it of each part."""
+    """A page has at most one box on what never ran, with a link to the page on what was tested."""
     text = _COMMENT.sub("", page.read_text(encoding="utf-8"))
     boxes = re.findall(r"(?:^> .*\n)+", text, re.MULTILINE)
     said = [box for box in boxes if "tested.md" in box]

@@ -1,4 +1,4 @@
-# A host of an emulated cluster: notes what it sees of its container, and ends as its argument says.
+# A host of an emulated cluster: records what it sees of its container, then exits or waits as its argument says.
 import json
 import os
 import signal
@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_sm.job.control_folder import Phase, announce
 
 OPT_ML = Path("/opt/ml")
-# The seconds after which only a hang can be the cause.
+# Only a hang reaches this limit.
 DEADLINE_S = 600
 PORT = 4711
 
@@ -25,7 +25,7 @@ def until(condition):
 
 
 def meet(host, hosts):
-    """Connect to all hosts, and wait until all have connected: a host that leaves takes its name with it."""
+    """Connect to all hosts, and wait until all have connected: a host's name vanishes when it exits."""
     addresses = {socket.gethostbyname(host)}
     with socket.create_server(("", PORT), backlog=len(hosts)) as server:
         server.settimeout(DEADLINE_S)
@@ -80,7 +80,7 @@ def main(how):
         if checkpoint.parent.is_dir() and rank == 0 and not facts["checkpoint"]:
             checkpoint.write_text("saved")
             until(checkpoint.with_name("last.sagemaker-uploaded").exists)
-        if not facts["checkpoint"]:  # in a later attempt, there is nothing more to do
+        if not facts["checkpoint"]:  # a later attempt has nothing left to do
             process.beat(rank, 5, 0, Phase.TRAINING, trained_epoch=1)
             print("waits", flush=True)
             threading.Event().wait(DEADLINE_S)

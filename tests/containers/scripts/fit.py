@@ -1,4 +1,4 @@
-"""Run one training job in the local mode of SDK v2: fit.py SETTINGS, the JSON file that local_mode.py makes."""
+"""Run one training job in the local mode of SDK v2: ``fit.py SETTINGS``, with a JSON file from local_mode.py."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Run one training job in the local mode of SDK v3: model_trainer.py SETTINGS, a JSON file of sdk_v3.py."""
+"""Run one training job in the local mode of SDK v3: ``model_trainer.py SETTINGS``, with a JSON file from sdk_v3.py."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
-# A user's script: a line through points that only data hosts may see.
-# Leaves in data/<host>.json which channels a host has, and what is in its model folder after the training.
+# A user's script, which fits a line to points that only data hosts may see.
+# Writes a host's channels, and the files in its model folder after the training, to data/<host>.json.
 import json
 import os
 from pathlib import Path

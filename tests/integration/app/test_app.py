@@ -1,4 +1,4 @@
-"""The application's command line: its help, its data by name, its configurations, and a run from fit to predict."""
+"""The example app's command line: help, data by name, configurations, and a run from fit to predict."""
 
 import os
 import subprocess
@@ -12,9 +12,9 @@ from app import train, train_text
 
 REPOSITORY = Path(train.__file__).parent.parent
 CONFIGS = sorted((REPOSITORY / "app" / "configs").glob("*.yaml"))
-# Which script a configuration is for, and what its checkpoints are chosen by; of all others, the images and accuracy.
+# Configurations for train_text.py, which selects checkpoints by val_loss. All others are for train.py and val_acc.
 OF_TEXT = {"hybrid.yaml", "transformer.yaml"}
-# What is only a part, and on top of which file it is used.
+# Partial configurations, and the file that each one extends.
 BELOW = {"hybrid.yaml": "transformer.yaml"}
 SMOKE = str(REPOSITORY / "app" / "configs" / "smoke.yaml")
 
@@ -23,7 +23,7 @@ SMOKE = str(REPOSITORY / "app" / "configs" / "smoke.yaml")
 def run(monkeypatch, tmp_path):
     """Run the command line within this process, in an empty folder, and return its exit status."""
     monkeypatch.chdir(tmp_path)
-    # Lightning leaves the seed there, and monkeypatch takes it away again.
+    # Lightning sets these variables; monkeypatch removes them after the test.
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
 
@@ -39,13 +39,13 @@ def run(monkeypatch, tmp_path):
 
 
 def printed_config(run, capsys, *arguments, script=train):
-    """The configuration that the arguments amount to."""
+    """Return the configuration that ``--print_config`` prints for the arguments."""
     assert run("fit", *arguments, "--print_config", script=script) == 0
     return yaml.safe_load(capsys.readouterr().out)
 
 
 def test_help_names_the_task_and_the_commands(run, capsys):
-    """The first page says what is trained and gives whole command lines to copy."""
+    """The help page names the task and has complete command lines to copy."""
     assert run("--help") == 0
     page = capsys.readouterr().out
     assert "Train ResNet-18 to classify small images" in page
@@ -57,7 +57,7 @@ def test_help_names_the_task_and_the_commands(run, capsys):
 
 
 def test_help_of_fit_explains_every_argument_of_the_model(run, capsys):
-    """Each argument of the model has a sentence, and the number of classes comes from the data."""
+    """The help explains the model's arguments, and links the number of classes to the data."""
     assert run("fit", "--help") == 0
     page = capsys.readouterr().out
     assert "Highest learning rate of the run." in page
@@ -65,7 +65,7 @@ def test_help_of_fit_explains_every_argument_of_the_model(run, capsys):
 
 
 def test_digits_are_the_default_data(run, capsys):
-    """Without any argument, the digits within scikit-learn are trained on."""
+    """The default data are scikit-learn's digits."""
     data = printed_config(run, capsys)["data"]
     assert data["class_path"] == "app.digits.DigitsDataModule"
     assert data["init_args"]["data_dir"] is None
@@ -74,7 +74,7 @@ def test_digits_are_the_default_data(run, capsys):
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
 def test_each_configuration_is_accepted(run, capsys, config):
-    """The files in app/configs parse, keep the best and the last checkpoint, and name no absolute path."""
+    """Each file in app/configs parses, keeps the best and the last checkpoint, and has no absolute path."""
     is_text = config.name in OF_TEXT
     below = [config.with_name(BELOW[config.name])] if config.name in BELOW else []
     options = [option for path in (*below, config) for option in ("--config", str(path))]
@@ -86,7 +86,7 @@ def test_each_configuration_is_accepted(run, capsys, config):
 
 
 def test_from_fit_to_predict(run, tmp_path, capsys):
-    """A fit leaves a checkpoint that validate, test and predict take, together with the model's own arguments."""
+    """Validate, test and predict load the checkpoint of a fit, including the model's arguments."""
     smoke = ["--config", SMOKE, "--trainer.accelerator", "cpu"]
     assert run("fit", *smoke, "--model.norm", "group") == 0
     (last,) = tmp_path.rglob("last.ckpt")
@@ -97,7 +97,7 @@ def test_from_fit_to_predict(run, tmp_path, capsys):
 
 
 def test_text_from_fit_to_predict(run, tmp_path, capsys):
-    """The language model takes tokens and context from the data, and its checkpoint goes through all commands."""
+    """The language model gets tokens and context from the data, and all commands load its checkpoint."""
     few = ["--config", str(REPOSITORY / "app" / "configs" / "transformer.yaml"), "--trainer.accelerator", "cpu"]
     few += ["--data.context", "16"]
     few += [f"--trainer.limit_{stage}_batches=2" for stage in ("val", "test", "predict")]
@@ -111,9 +111,9 @@ def test_text_from_fit_to_predict(run, tmp_path, capsys):
     assert "test_loss" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("default")  # pytest.warns repeats those of Lightning as this test's own
+@pytest.mark.filterwarnings("default")  # pytest.warns re-emits Lightning's other warnings
 def test_an_optimizer_on_the_command_line_replaces_the_own_one(run, tmp_path):
-    """LightningCLI's --optimizer works as in any of its applications."""
+    """LightningCLI's --optimizer overrides the model's optimizer."""
     smoke = ["--config", SMOKE, "--trainer.accelerator", "cpu", "--trainer.fast_dev_run", "true"]
     with pytest.warns(UserWarning, match="configure_optimizers` will be overridden"):
         assert run("fit", *smoke, "--optimizer", "SGD", "--optimizer.lr", "0.01") == 0
@@ -122,7 +122,7 @@ def test_an_optimizer_on_the_command_line_replaces_the_own_one(run, tmp_path):
 @pytest.mark.proof
 @pytest.mark.processes
 def test_the_script_runs_from_any_folder_in_two_processes(tmp_path):
-    """Started as a script outside the repository, without a PYTHONPATH, each process finds the modules of the app."""
+    """Every process imports the app's modules if the script is started outside the repository without PYTHONPATH."""
     command = [sys.executable, str(REPOSITORY / "app" / "train.py"), "fit", "--config", SMOKE]
     options = ["--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.strategy", "ddp"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
@@ -137,7 +137,7 @@ def test_the_script_runs_from_any_folder_in_two_processes(tmp_path):
 @pytest.mark.proof
 @pytest.mark.processes
 def test_lightning_bolts_is_imported_only_when_it_is_used():
-    """The command line, and hence its help, starts without lightning-bolts."""
+    """The command line, including its help, does not import lightning-bolts."""
     code = "import sys, app.train; sys.exit('pl_bolts' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=120, check=True)
 
@@ -145,8 +145,8 @@ def test_lightning_bolts_is_imported_only_when_it_is_used():
 @pytest.mark.proof
 @pytest.mark.processes
 def test_data_is_chosen_by_name():
-    """A class name is enough, its arguments follow, and all others keep their own defaults."""
-    # In a process of its own: once lightning-bolts is imported, as by other tests, there are two classes of this name.
+    """``--data`` accepts a class name, and arguments that are not given keep their defaults."""
+    # In a new process: other tests import lightning-bolts, which has a class of the same name.
     command = [sys.executable, "app/train.py", "fit", "--data", "CIFAR10DataModule", "--data.val_split", "100"]
     result = subprocess.run(
         [*command, "--print_config"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True

@@ -1,4 +1,4 @@
-"""The README's main job: the example app on an emulated cluster, by the command of ``make train``."""
+"""The README's main job: the example app on an emulated cluster, as ``make train`` runs it."""
 
 import csv
 import math
@@ -17,7 +17,7 @@ _TIMEOUT_S = 600
 
 
 def _local(*arguments):
-    """Run ``lightning-sm local`` and return what it printed."""
+    """Run ``lightning-sm local`` and return its output."""
     command = [sys.executable, "-m", "lightning_sm", "local", *map(str, arguments)]
     done = subprocess.run(
         command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env={**os.environ}
@@ -27,7 +27,7 @@ def _local(*arguments):
 
 
 def _train(base_dir, num_hosts):
-    """Train some steps: 32 samples per step over all hosts."""
+    """Train two steps with a global batch of 32 samples."""
     _local(
         *("--group", f"trainer={num_hosts}", "--base-dir", base_dir, "--"),
         *("app/train.py", "fit", "--config", "app/configs/digits.yaml"),
@@ -39,7 +39,7 @@ def _train(base_dir, num_hosts):
 
 
 def _losses(base_dir):
-    """The logged losses of a job, by name."""
+    """Read the job's logged losses and accuracies by name."""
     (path,) = base_dir.glob("*/algo-*/output/data/*/csv/**/metrics.csv")
     with path.open() as file:
         return {
@@ -51,10 +51,10 @@ def _losses(base_dir):
 
 
 def test_two_hosts_and_one_host_give_the_same_losses(tmp_path):
-    """With the same global batch, one part in a billion; what augmentation draws depends on the rank.
+    """With the same global batch, losses agree to one part in a billion.
 
-    In double precision: in single precision the rounding of the gradient sum, which no two reduction orders share,
-    grows by training to about one part in a hundred within two epochs.
+    Augmentation is off, because its random numbers depend on the rank. The job uses double precision: in single
+    precision, rounding differences between reduction orders grow to about one part in a hundred within two epochs.
     """
     for number in (1, 2):
         _train(tmp_path / str(number), number)
@@ -66,7 +66,7 @@ def test_two_hosts_and_one_host_give_the_same_losses(tmp_path):
 
 @pytest.mark.proof
 def test_make_train_reaches_the_accuracy(tmp_path):
-    """Two trainers and two data hosts reach 0.95 accuracy, and the last lines say where the model is."""
+    """Two trainer hosts and two data hosts reach an accuracy of 0.95, and the last line has the model's path."""
     output = _local(
         *("--group", "trainer=2", "--group", "data=2", "--base-dir", tmp_path, "--"),
         *("app/train.py", "fit", "--config", "app/configs/digits.yaml"),

@@ -1,4 +1,4 @@
-"""The plain MPI program: what its ranks print under mpirun, and in a job without it."""
+"""The plain MPI program under mpirun, and in a job without mpirun."""
 
 import os
 import re
@@ -18,13 +18,13 @@ PROGRAM = str(average.__file__)
 
 
 def mpirun_here(processes, *arguments, python_path=()):
-    """Run the program on this machine; returns exit code and output."""
+    """Run the program on this machine, and return its exit code and output."""
     command = [
         *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
         *MPI_ON_LOOPBACK,
         *("-n", str(processes), sys.executable, PROGRAM, *arguments),
     ]
-    # Open MPI's sockets need a short path.
+    # Open MPI creates sockets below TMPDIR, so its path must be short.
     with tempfile.TemporaryDirectory(prefix="mpi") as folder:
         env = {
             "PATH": os.environ["PATH"],
@@ -38,7 +38,7 @@ def mpirun_here(processes, *arguments, python_path=()):
 
 
 def check_ranks(output, size):
-    """Rank 1 got the message of rank 0, and all have the same numbers and the mean of the ranks, twice."""
+    """Check that rank 1 got rank 0's message, and that all ranks have the same numbers and both means."""
     assert output.count(f"rank 1 of {size}: received [0 1 2] from rank 0") == 1
     mean = (size - 1) / 2
     said = f"broadcast [0 1 2 3 4 5 6 7 8 9], mean {mean} by gather and broadcast, {mean} by all-reduce"
@@ -49,7 +49,7 @@ def check_ranks(output, size):
 @pytest.mark.mpi
 @NEEDS_MPIRUN
 def test_all_ranks_of_a_machine_have_the_mean(mpi4py):
-    """By MPI's calls, with the command that the program's help shows."""
+    """With mpi4py, all ranks that mpirun starts on one machine compute the mean."""
     code, output = mpirun_here(4, python_path=(mpi4py,))
     assert code == 0, output
     check_ranks(output, 4)
@@ -58,7 +58,10 @@ def test_all_ranks_of_a_machine_have_the_mean(mpi4py):
 @pytest.mark.mpi
 @NEEDS_MPIRUN
 def test_all_hosts_of_a_job_have_the_mean(mpi4py):
-    """One rank on each: several with the same loopback address, on hosts with different names, confuse MPI's TCP."""
+    """With mpi4py, all hosts of a job compute the mean.
+
+    Each host has one rank: ranks with the same loopback address but different host names confuse MPI's TCP.
+    """
     with tempfile.TemporaryDirectory(prefix="mpi") as folder:
         hosts = Hosts(Path(folder), {"homogeneousCluster": ["algo-1", "algo-2", "algo-3"]})
         ended = mpirun(hosts, hosts.names, [sys.executable, PROGRAM], python_path=[mpi4py])
@@ -70,7 +73,7 @@ def test_all_hosts_of_a_job_have_the_mean(mpi4py):
 @pytest.mark.processes
 @NEEDS_MPIRUN
 def test_torch_has_the_same_mean_on_the_ranks_of_mpirun():
-    """By the calls of torch.distributed, without mpi4py."""
+    """With ``--torch``, ranks that mpirun starts compute the mean by torch.distributed, without mpi4py."""
     code, output = mpirun_here(2, "--torch")
     assert code == 0, output
     check_ranks(output, 2)
@@ -78,7 +81,7 @@ def test_torch_has_the_same_mean_on_the_ranks_of_mpirun():
 
 @pytest.mark.processes
 def test_the_torch_variant_needs_no_mpirun_in_a_job(tmp_path):
-    """Our launcher starts the ranks of each host, and says nothing of a Trainer, which the program has not."""
+    """Our launcher starts the ranks of each host, and logs nothing about a Trainer, since the program has none."""
     ended = local(tmp_path / "jobs", REPOSITORY, "--group", "trainer=2", "--devices", "2", "--", PROGRAM, "--torch")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     check_ranks(ended.stdout, 4)
@@ -86,7 +89,7 @@ def test_the_torch_variant_needs_no_mpirun_in_a_job(tmp_path):
 
 
 def test_one_process_is_told_what_starts_more(monkeypatch):
-    """In place of a send to a rank that does not exist."""
+    """A single process exits with a hint instead of sending to a rank that does not exist."""
     monkeypatch.delenv("SAGEMAKER_BASE_DIR", raising=False)
     with pytest.raises(SystemExit, match=r"needs at least 2 processes, but there is 1\. Start it with mpirun, or in a"):
         average.main(["--torch"])
@@ -95,7 +98,7 @@ def test_one_process_is_told_what_starts_more(monkeypatch):
 @pytest.mark.mpi
 @NEEDS_MPIRUN
 def test_one_process_of_mpi_is_told_so(mpi4py):
-    """MPI gives a process on its own a world of its own."""
+    """Under MPI, a single process exits with the hint to use mpirun."""
     code, output = mpirun_here(1, python_path=(mpi4py,))
     assert code == 1
     assert "needs at least 2 processes, but there is 1. Start it with mpirun." in output

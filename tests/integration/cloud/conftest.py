@@ -1,4 +1,4 @@
-"""``lightning-sm jobs`` in this process, against a service on this machine."""
+"""``lightning-sm jobs`` in this process, against a fake service on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_sm.__main__ import main
 
 @pytest.fixture
 def jobs(tmp_path, monkeypatch, capsys, caplog):
-    """Runs the command in a folder of its own, and returns its exit code, its output and its log lines."""
+    """A function that runs the command in an empty folder and returns its exit code, output and log lines."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 

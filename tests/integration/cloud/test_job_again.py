@@ -1,4 +1,4 @@
-"""lightning-sm jobs again against a service on this machine. Nothing is ever sent to AWS."""
+"""``lightning-sm jobs again`` against a fake service on this machine. Nothing is ever sent to AWS."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ JOB = {
 
 @pytest.fixture
 def service():
-    """A service that has the job, with tags of the user's and one of AWS's own."""
+    """A service that has the job, with a tag of the user's and a tag of AWS's."""
     tags = [{"Key": "project", "Value": "digits"}, {"Key": "aws:x", "Value": "y"}]
     with FakeService(endings=[ENDED], requests=[JOB], tags=tags) as service:
         yield service
 
 
 def test_the_request_is_sent_again_with_changes(service, jobs):
-    """Under a new name and with a new secret; what no key says stays, what only an answer has is left out."""
+    """The new request has the changes, a new name and a new secret; keys that only responses have are dropped."""
     settings = ["hyperparameters.text=c d", "hyperparameters.n=3", "groups.trainer.count=4", "max_run_s=7200"]
     settings += ["environment.NAME=other", "spot={max_wait_s: 9000}", "max_restarts=2", "tags.who=me"]
     code, _, log = jobs(service, "again", JOB["TrainingJobName"], "--yes", *(f"--set={one}" for one in settings))
@@ -94,7 +94,7 @@ def test_the_request_is_sent_again_with_changes(service, jobs):
 
 
 def test_a_key_without_a_value_is_removed_and_nothing_is_sent_by_a_dry_run(service, jobs):
-    """As in a job file; the request is shown without secrets."""
+    """A null value removes a key, as in a job file; a dry run shows the request without secrets."""
     name = JOB["TrainingJobName"]
     code, output, log = jobs(service, "again", name, "--set=checkpoints=null", "--dry-run")
     assert code == 0, log
@@ -106,7 +106,7 @@ def test_a_key_without_a_value_is_removed_and_nothing_is_sent_by_a_dry_run(servi
 
 
 def test_hyperparameters_of_an_sdk_stay_text(service, jobs):
-    """Beside values that are no JSON, or are JSON: the script gets both as they are meant."""
+    """Plain text from an SDK stays text, and JSON stays JSON: the script gets the intended values."""
     service.requests[0] = {
         **JOB,
         "HyperParameters": {"sagemaker_program": "train.py", "optimizer": "adam"},
@@ -138,7 +138,7 @@ def test_hyperparameters_of_an_sdk_stay_text(service, jobs):
     ],
 )
 def test_wrong_changes_are_named_and_nothing_is_sent(service, jobs, setting, words):
-    """With the option, what was expected, and what is near."""
+    """The message names the option, what was expected, and similar keys."""
     code, _, log = jobs(service, "again", JOB["TrainingJobName"], f"--set={setting}")
     assert code == 2
     assert words in log

@@ -1,4 +1,4 @@
-"""lightning-sm jobs report against a service on this machine. Nothing is ever sent to AWS."""
+"""``lightning-sm jobs report`` against a fake service on this machine. Nothing is ever sent to AWS."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WITH_CHECKPOINTS = {**JOB, "CheckpointConfig": {"S3Uri": "s3://bucket/ck"}}
 
 
 def upload(service, folder, address):
-    """Put all files of a folder into S3, and others beside them."""
+    """Put all records of a folder into S3, with a checkpoint beside them."""
     for file in folder.rglob("*.jsonl"):
         service.objects[f"{address}{file.relative_to(folder)}"] = file.read_bytes()
     service.objects[f"{address}epoch=1 step=20.ckpt"] = b"much"
 
 
 def archive(folder):
-    """The output that a job leaves, with the records in it and something else."""
+    """Return a job's output archive, with its records and a member that points outside."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
         tar.add(folder, ".")
@@ -35,12 +35,12 @@ def archive(folder):
 
 @pytest.fixture
 def record(tmp_path):
-    """The record of a run of two hosts."""
+    """The record of a run on two hosts."""
     return input_bound(tmp_path / "record")
 
 
 def test_the_report_of_a_job_is_made_of_its_checkpoints_and_its_output(record, jobs, tmp_path):
-    """From the records of all hosts, the job's own only; nothing else is fetched."""
+    """The report uses the records of all hosts of this job alone, and nothing else is fetched."""
     here = tmp_path / "here"
     requests = [WITH_CHECKPOINTS, {**JOB, "TrainingJobName": "job-2"}]
     with FakeService(endings=[RUNNING, ENDED], requests=requests) as service:
@@ -65,7 +65,7 @@ def test_the_report_of_a_job_is_made_of_its_checkpoints_and_its_output(record, j
 
 
 def test_a_job_without_a_record_says_why(jobs, tmp_path):
-    """One that runs has not uploaded it, one that has ended did not use the launcher; a cut archive is named."""
+    """The error says why a running or finished job has no record, and names an unreadable archive."""
     (tmp_path / "empty").mkdir()
     output = "/bucket/out/job-2/output/output.tar.gz"
     with FakeService(endings=[RUNNING, ENDED], requests=[JOB, {**JOB, "TrainingJobName": "job-2"}]) as service:

@@ -1,4 +1,4 @@
-"""lightning-sm jobs in a process of its own, against a service on this machine. Nothing is ever sent to AWS."""
+"""``lightning-sm jobs`` in a separate process, against a fake service on this machine. Nothing is ever sent to AWS."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ RUNNING = {"TrainingJobStatus": "InProgress", "SecondaryStatus": "Training"}
 
 
 def test_ctrl_c_ends_the_command_and_not_the_job():
-    """The log is shown as it comes; after Ctrl-C a line says how to stop the job, which nothing has stopped."""
+    """The log is shown as it arrives; Ctrl-C stops only the command, which prints how to stop the job."""
     with FakeService(endings=[RUNNING], lines=["epoch=1/2"], requests=[{"TrainingJobName": "job-1"}]) as service:
         kept = {name: value for name, value in os.environ.items() if not name.upper().startswith("AWS")}
         process = subprocess.Popen(
@@ -36,7 +36,7 @@ def test_ctrl_c_ends_the_command_and_not_the_job():
 
 
 def test_jobs_are_looked_after_without_torch_and_the_sdk():
-    """A laptop needs boto3 alone."""
+    """The jobs commands need only boto3, so they run on a laptop."""
     code = (
         "import sys; from lightning_sm.__main__ import main\n"
         "try: main(['jobs', '--help'])\n"

@@ -27,7 +27,7 @@ _NETWORK = "lightning_sm.data.server.process"
 
 
 class _NamedHost(DataHost):
-    """A data host with a name in its environment, as each host of a cluster has its own."""
+    """A data host with its name in its environment, as on a cluster."""
 
     _environment = threading.Lock()
 
@@ -42,13 +42,13 @@ class _NamedHost(DataHost):
 
 
 class Host:
-    """A data host that can be started again at the same address.
+    """A data host that can be restarted at the same address.
 
     Args:
-        name: What datasets find in its environment.
-        make: Returns the loaders for training that ``remote`` lets it serve.
-        workers: Worker processes.
-        address: Where it listens; port 0 becomes the port that it got.
+        name: Name that datasets read from its environment.
+        make: Returns the loaders for training, which ``remote`` serves.
+        workers: Number of worker processes.
+        address: Address to listen on; port 0 is replaced by the port that it gets.
         make_val: Returns the loaders for validation.
     """
 
@@ -67,7 +67,7 @@ class Host:
         self._host: DataHost | None = None
 
     def start(self) -> Host:
-        """Start it, also after it was killed, and wait until it listens."""
+        """Start or restart the host, and wait until it listens."""
         if self._host is not None:
             self._host.close()
         self._host = _NamedHost(self.name, self.address, self._workers)
@@ -76,46 +76,46 @@ class Host:
 
     @property
     def is_running(self) -> bool:
-        """Whether its main process lives."""
+        """Whether the main process is alive."""
         if self._host is None or not psutil.pid_exists(self._host.pid):
             return False
         return self.main.status() != psutil.STATUS_ZOMBIE
 
     @property
     def main(self) -> psutil.Process:
-        """Its main process."""
+        """The main process."""
         return psutil.Process(self._host.pid)
 
     @property
     def network(self) -> psutil.Process:
-        """Its server process."""
+        """The server process."""
         return next(child for child in self.main.children() if _NETWORK in _command(child))
 
     @property
     def workers(self) -> list[psutil.Process]:
-        """Its workers, without those that were killed and that it has not noticed yet."""
+        """The workers, except killed ones that the host has not noticed yet."""
         commands = {child: _command(child) for child in self.main.children()}
-        # resource_tracker: multiprocessing starts it beside the processes that it spawns.
+        # multiprocessing starts a resource_tracker beside the processes that it spawns.
         others = re.compile(f"{_NETWORK}|resource_tracker")
         return [child for child, command in commands.items() if command and not others.search(" ".join(command))]
 
     def processes(self) -> list[psutil.Process]:
-        """All of them, the main process first."""
+        """Return all processes of the host, the main process first."""
         return [self.main, *self.main.children()]
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all of its processes."""
+        """Send a signal to all processes of the host."""
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """Let it vanish as when the machine is switched off."""
+        """Kill all processes of the host, as when the machine is switched off."""
         self.signal(signal.SIGKILL)
         self._host.close()
 
     def close(self) -> None:
-        """Stop it."""
+        """Stop the host."""
         if self._host is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.signal(signal.SIGCONT)
@@ -124,7 +124,7 @@ class Host:
 
 @contextlib.contextmanager
 def running(*hosts: Host) -> Iterator[list[Host]]:
-    """Start hosts at the same time; close them at the end."""
+    """Start hosts in parallel; close them at the end."""
     try:
         with ThreadPoolExecutor(len(hosts)) as pool:
             list(pool.map(Host.start, hosts))
@@ -142,8 +142,8 @@ def remote(
 
     Args:
         hosts: The hosts, or their addresses.
-        datamodule: What is loaded. Default: the data of the first one, or eight numbers.
-        **settings: Of the data service.
+        datamodule: The DataModule to load. Default: the data of the first host, or eight numbers.
+        **settings: Settings of the data service.
     """
     addresses = [host if isinstance(host, str) else host.address for host in hosts]
     if datamodule is None:
@@ -158,14 +158,14 @@ def remote(
 
 
 def states(module: LightningDataModule) -> list[HostSnapshot]:
-    """What the feeder says of each host, once a loader of the DataModule is read."""
+    """Return the feeder's view of each host, once a loader of the DataModule is read."""
     return module._connection.feeder.snapshot().hosts
 
 
 def begin(module: LightningDataModule, loader: DataLoader[Any] | None = None) -> Iterator[Any]:
-    """Begin to read a loader, by default that for training, once all hosts have opened its dataset.
+    """Start to read a loader, by default the training loader, and wait until all hosts have opened its dataset.
 
-    A trainer begins without a host that is late by some seconds.
+    A trainer would start without a host that is some seconds late.
     """
     batches = iter(module.train_dataloader() if loader is None else loader)
     until(lambda: {host.state for host in states(module)} == {"up"}, "all data hosts are up", TIMEOUT_S)
@@ -173,12 +173,12 @@ def begin(module: LightningDataModule, loader: DataLoader[Any] | None = None) ->
 
 
 def undisturbed(hosts: Sequence[Host | str], make: Callable[[], Any] | None = None, num_epochs: int = 1) -> list[str]:
-    """Hashes of the epochs that hosts give with the seed of ``seeded``.
+    """Return the hashes of the epochs that hosts deliver with the seed of ``seeded``.
 
     Args:
         hosts: The hosts, or their addresses.
-        make: Returns the loader. Default: that of the first host.
-        num_epochs: How many.
+        make: Returns the loader. Default: the loader of the first host.
+        num_epochs: Number of epochs.
     """
     with remote(hosts, None if make is None else Data(make)) as module:
         loader = seeded(module.train_dataloader())
@@ -192,7 +192,7 @@ def seeded(loader: Any) -> Any:
 
 
 def _command(process: psutil.Process) -> list[str]:
-    """The command line of a process; empty if it has ended."""
+    """Return the command line of a process; empty if it has exited."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return list(process.cmdline())
     return []

@@ -1,4 +1,4 @@
-"""Data hosts that all tests of this folder share: starting one takes seconds, serving other data does not."""
+"""Data hosts shared by all tests of this folder: starting one takes seconds, changing its data does not."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Pool:
         self.hosts = [Host(name, workers=workers) for workers, name in enumerate("abc", 1)]
 
     def serve(self, make: Callable[[], Any], make_val: Callable[[], Any] | None = None) -> list[Host]:
-        """Let ``remote`` serve what functions return, which each host calls when a trainer asks for loaders.
+        """Let ``remote`` serve loaders from functions, which each host calls when a trainer asks for loaders.
 
         Args:
             make: Returns the loaders for training.
-            make_val: Returns those for validation.
+            make_val: Returns the loaders for validation.
         """
         for host in self.hosts:
             host.data = Data(make, make_val)
@@ -40,7 +40,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[numbers.Cluster]:
-    """Two data hosts whose DataModule notes its hooks."""
+    """Two data hosts whose DataModule records its hooks."""
     made = numbers.Cluster(tmp_path_factory.mktemp("cluster"))
     with made.hosts[0], made.hosts[1]:
         yield made

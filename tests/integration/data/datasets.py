@@ -1,4 +1,4 @@
-"""Datasets whose batches show the random state they were made with, and a hash over a stream of batches."""
+"""Datasets whose batches show the random state that made them, and a hash over a stream of batches."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch
 from pytorch_lightning import LightningDataModule
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-# Where datasets find the name of the data host that they are on.
+# Variable from which datasets read the name of their data host.
 HOST_VARIABLE = "LIGHTNING_SM_TEST_HOST"
 
 
 class Augmented(Dataset):
-    """Samples with noise of all three generators.
+    """Samples with noise from all three generators.
 
     Args:
         length: Number of samples.
-        delay_s: Time that a sample takes.
+        delay_s: Time to read a sample.
         flags: Folder in which a file named ``slow-HOST`` makes that host eight times slower.
     """
 
@@ -50,10 +50,10 @@ class Augmented(Dataset):
 
 
 class Broken(Dataset):
-    """Numbers, one of which does something to the process that reads it.
+    """Numbers with a fault at sample 13.
 
     Args:
-        breaks: What happens at sample 13.
+        breaks: Causes the fault.
         length: Number of samples.
     """
 
@@ -70,11 +70,11 @@ class Broken(Dataset):
 
 
 class Sharded(IterableDataset):
-    """Numbers with noise of all generators, split by worker; the first workers have more than the last.
+    """Numbers with noise from all generators, split by worker; the first workers have more than the last.
 
     Args:
         length: One more than the largest number.
-        delay_s: Time that a sample takes.
+        delay_s: Time to read a sample.
     """
 
     def __init__(self, length: int = 403, delay_s: float = 0.0) -> None:
@@ -100,7 +100,7 @@ class Sharded(IterableDataset):
 
 
 class Data(LightningDataModule):
-    """Data from functions, so that a test says in one place what it is about.
+    """Loaders from functions, so that each test defines its data in one place.
 
     Args:
         make: Returns the loaders for training.

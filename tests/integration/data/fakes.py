@@ -1,4 +1,4 @@
-"""Hand-made ends of the protocol: data hosts that answer what a test wants, and trainers that say what it wants."""
+"""Hand-made ends of the protocol: data hosts with the answers, and trainers with the requests, that a test wants."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from lightning_sm.data.protocol.frames import FrameKind, frames
 from lightning_sm.data.protocol.openings import OpeningsReply
 from lightning_sm.data.settings import Credentials, DataServiceSettings
 
-# A client's messages are as long as it likes, and each has a connection of its own.
+# Clients may send messages of any length, and each has a separate connection.
 OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
 
 
 def credentials(job: str = LOCAL_JOB, **settings: Any) -> Credentials:
-    """Return what hosts and trainers with these settings use."""
+    """Return the credentials of hosts and trainers with these settings."""
     return Credentials.of(DataServiceSettings(**settings), job)
 
 
 class FakeHost:
-    """A data host whose answers are right, unless a test replaces them.
+    """A data host that answers correctly, unless a test replaces an answer.
 
     Attributes:
         heartbeat: Answer to Heartbeat.
-        opened: Answer to OpenSources; None: what was wanted is open.
-        answer: Makes the messages that answer a request for a batch.
-        loaded: What has arrived by Load.
+        opened: Answer to OpenSources; None: all requested sources are open.
+        answer: Returns the messages that answer a request for a batch.
+        loaded: The messages received by Load.
     """
 
     def __init__(self, answer: Callable[[int], list[bytes]] | None = None) -> None:
@@ -53,7 +53,7 @@ class FakeHost:
         Args:
             known: Job, token and TLS files.
             where: Where to listen.
-            guard: Stands in for the guard of a data host.
+            guard: Replaces the guard of a data host.
         """
         known = known or credentials()
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
@@ -76,7 +76,7 @@ class FakeHost:
             try:
                 yield address
             finally:
-                server.stop(None).wait()  # with 0 seconds of grace, a thread of gRPC's may outlive it
+                server.stop(None).wait()  # with 0 seconds of grace, a gRPC thread may outlive it
 
     def open(self, request: bytes) -> bytes:
         """Return the answer to OpenSources."""
@@ -91,11 +91,11 @@ class FakeHost:
 
 
 class Impostor(grpc_transport.Guard):
-    """Lets everybody in, and does not prove that it has the token.
+    """A guard that accepts every call and does not prove that it has the token.
 
     Args:
-        token: Its own token, with which it proves something else; None: it proves nothing.
-        only: The method that somebody has taken over; the others are those of a data host. Default: all methods.
+        token: A wrong token for its proof; None: it sends no proof.
+        only: The only method that it takes over; a data host's guard handles the others. Default: all methods.
 
     Attributes:
         called: Names of the methods that were called.
@@ -121,13 +121,13 @@ class Impostor(grpc_transport.Guard):
 
 
 def begin(channel: grpc.Channel, name: str, requests: Iterator[bytes], **limits: Any) -> Any:
-    """Start a call by hand, as a trainer with the token, and return it.
+    """Start a call by hand, as a trainer with the token does, and return it.
 
     Args:
         channel: Channel of grpcio.
         name: Name of the method.
-        requests: What it is sent: one request, unless it takes more.
-        limits: How long it may take.
+        requests: Requests to send: one, unless the method accepts more.
+        limits: Timeout and other options of the call.
     """
     known, nonce, started = credentials(), token_hex(16), Future()
     limits["metadata"] = metadata(known, name, nonce)
@@ -169,15 +169,15 @@ class FakeTrainer:
         return begin(self._channel, name, iter([request]), timeout=20).result()
 
     def wait_until_served(self) -> None:
-        """Connect again until a call is answered; a server that has too many connections closes new ones."""
+        """Reconnect until a call is answered: a server with too many connections closes new ones."""
         begin(self._channel, "Status", iter([b"{}"]), timeout=60, wait_for_ready=True).result()
 
     def stream(self, name: str, *requests: bytes) -> list[bytes]:
-        """Make a call with any number of requests, and wait for all answers."""
+        """Make a call with any number of requests, and return all answers."""
         return list(begin(self._channel, name, iter(requests), timeout=20))
 
     def any_call(self, name: str, request: bytes = b"{}") -> grpc.StatusCode:
-        """Make a call, and return how it ended."""
+        """Make a call, and return its status code."""
         try:
             if name in ("Fetch", "List"):
                 self.stream(name, request)

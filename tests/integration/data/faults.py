@@ -1,4 +1,4 @@
-"""What the matrix of faults injects faults into: data hosts of a job and launchers, and what they may leave behind."""
+"""Targets for the matrix of faults, data hosts of a job and launchers, and checks of what they leave behind."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ TIMEOUT_S = 180
 TRAINER, DATA = "algo-1", "algo-2"
 GROUPS = {"gpu": [TRAINER], "data": [DATA]}
 
-# Its processes start with torch and Lightning, which take seconds to import.
+# Forks start with torch and Lightning already imported, which takes seconds.
 _FORKS = multiprocessing.get_context("forkserver")
 
 
 def start_forks() -> None:
-    """Start the process that forks the processes of ``Job``; it stays until the tests end."""
+    """Start the process that forks the processes of ``Job``; it runs until the tests end."""
     _FORKS.set_forkserver_preload([__name__])
     forkserver.ensure_running()
 
@@ -53,7 +53,7 @@ class Serving(SmallData):
     """Two batches.
 
     Args:
-        does: ``raises``: setup() fails; ``waits``: setup("validate") says so and does not return.
+        does: ``raises``: setup() fails; ``waits``: setup("validate") prints a line and does not return.
     """
 
     def __init__(self, does: str = "") -> None:
@@ -61,7 +61,7 @@ class Serving(SmallData):
         self._does = does
 
     def setup(self, stage: str) -> None:
-        """Do it."""
+        """Do what was chosen."""
         if self._does == "raises":
             raise ValueError("no such column")
         if self._does == "waits" and stage == "validate":
@@ -70,10 +70,10 @@ class Serving(SmallData):
 
 
 class Job:
-    """The data host of a job as a user's script has it, without a launcher; this process is the trainer.
+    """The data host of a job, as in a user's script, without a launcher; this process is the trainer.
 
     Args:
-        folder: Where the hosts have their folders.
+        folder: Parent of the hosts' folders.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -96,7 +96,7 @@ class Job:
 
         Args:
             does: What its DataModule does in setup().
-            settings: Of the data service.
+            settings: Settings of the data service.
         """
         self._does = does
         settings = {"workers": 1, "lease_s": float(TIMEOUT_S), "startup_timeout_s": float(TIMEOUT_S), **settings}
@@ -110,15 +110,15 @@ class Job:
         return psutil.Process(self._process.pid)
 
     def log(self) -> str:
-        """What the data host has written until now."""
+        """Return the output of the data host so far."""
         return self._log.read_text() if self._log.exists() else ""
 
     def until_log(self, text: str) -> None:
-        """Wait until the data host has written a text."""
+        """Wait until the data host has printed a text."""
         until(lambda: text in self.log(), f"the data host says {text!r}", TIMEOUT_S)
 
     def until_handled(self, signum: int) -> None:
-        """Wait until the data host handles a signal, which would end it before."""
+        """Wait until the data host has a handler for a signal, which would kill it before."""
         until(lambda: self._handles(signum), f"the data host handles signal {signum}", TIMEOUT_S)
 
     def _handles(self, signum: int) -> bool:
@@ -127,7 +127,7 @@ class Job:
         return bool(int(caught, 16) >> (signum - 1) & 1)
 
     def module(self, **settings: Any) -> LightningDataModule:
-        """The DataModule of the trainer, whose hooks data hosts run if they are to do something."""
+        """Return the trainer's DataModule; data hosts run its hooks if these are to do something."""
         job = SageMakerJob.from_environment({**self.env, "SAGEMAKER_BASE_DIR": str(self._folder / TRAINER)})
         hooks = "data" if self._does else "trainers"
         used = DataServiceSettings(**{"startup_timeout_s": TIMEOUT_S, "hooks": hooks, **settings})
@@ -135,14 +135,14 @@ class Job:
         return RemoteDataModule(Serving(self._does), connection)
 
     def connected(self) -> LightningDataModule:
-        """The DataModule of the trainer, after its first batch."""
+        """Return the trainer's DataModule after its first batch."""
         module = self.module()
         module.setup("fit")
         next(iter(module.train_dataloader()))
         return module
 
     def opening(self) -> LightningDataModule:
-        """The DataModule of a trainer for which the data host is in setup()."""
+        """Return the DataModule of a trainer for which the data host is in setup()."""
         module = self.module(startup_timeout_s=0.1)
         with pytest.raises(DataHostUnreachableError):  # the call stays open
             module.setup("validate")
@@ -150,13 +150,13 @@ class Job:
         return module
 
     def end(self) -> int:
-        """Wait for the data host; its exit code."""
+        """Wait for the data host, and return its exit code."""
         self._process.join(TIMEOUT_S)
         assert self._process.exitcode is not None, f"the data host has not exited within {TIMEOUT_S} s:\n{self.log()}"
         return self._process.exitcode
 
     def close(self) -> None:
-        """Kill what is left; pytest shows what it said if the test failed."""
+        """Kill what is left, and print the log, which pytest shows if the test fails."""
         if self._process is not None:
             if self._process.exitcode is None:
                 self._process.kill()
@@ -185,12 +185,12 @@ def _redirect(log: Path) -> None:
 def training_process(
     make: Callable[[], Any], address: str | None, pids: Path
 ) -> Iterator[tuple[Any, psutil.Process, psutil.Process]]:
-    """A process that trains until it is killed, its feeder, and the main process of its own data host or a child.
+    """Run a process that trains until killed; yield it, its feeder, and the main process of its data host or a child.
 
     Args:
         make: Returns the loaders.
-        address: The data host to train on, with a forked child; None: a data host of its own.
-        pids: A file for the ids of its processes.
+        address: Address of the data host, with a forked child; None: the process starts a data host itself.
+        pids: File for the ids of the processes.
     """
     script = _FORKS.Process(target=_train, args=(make, address, pids))
     script.start()
@@ -218,7 +218,7 @@ def _train(make: Callable[[], Any], address: str | None, pids: Path) -> None:
         os._exit(0)
 
 
-# A user's script whose data host fails in the way, and at the place, that the environment names.
+# A user's script whose data host fails in the way and at the place that the environment names.
 TRAIN = """
 import os, signal
 from pathlib import Path
@@ -256,16 +256,16 @@ if __name__ == "__main__":
     SageMakerCLI(SmallModel, Data, save_config_callback=None)
 """
 
-# Without torch, for what concerns the launcher alone.
+# Needs no torch, for tests of the launcher alone.
 KILLED = "import os, signal, sys\nprint('started', file=sys.stderr, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
 
 
 class Launchers(Hosts):
-    """The launchers of a trainer host and a data host, with what they write in files.
+    """The launchers of a trainer host and a data host, whose output goes to files.
 
     Args:
-        folder: Where the hosts have their folders.
-        script: What they run.
+        folder: Parent of the hosts' folders.
+        script: The script that they run.
     """
 
     def __init__(self, folder: Path, script: str) -> None:
@@ -294,18 +294,18 @@ class Launchers(Hosts):
             self.start(host, *common, *arguments, BROKEN_HOW=how, BROKEN_PLACE=place)
 
     def code(self, host: str) -> int:
-        """Wait for a launcher; its exit code."""
+        """Wait for a launcher, and return its exit code."""
         try:
             return self.processes[host].wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{host} has not exited within {TIMEOUT_S} s:\n{self.log(host)}") from None
 
     def log(self, host: str) -> str:
-        """What a host has written until now."""
+        """Return the output of a host so far."""
         return (self.folder / f"{host}.log").read_text()
 
     def failure(self, host: str) -> str | None:
-        """The reason of its failure; None if it left none."""
+        """Return the content of a host's failure file; None if there is none."""
         path = Path(self.folder / host / "output" / "failure")
         return path.read_text() if path.exists() else None
 
@@ -323,19 +323,19 @@ class Launchers(Hosts):
 
 
 class Chaos:
-    """Does random things to hosts, and leaves one alone at any time.
+    """Injects random faults into hosts, and spares at least one host at any time.
 
     Args:
-        chance: Which things.
+        chance: Random generator that chooses the faults.
         hosts: The hosts.
-        flags: Folder through which hosts are made slow.
-        starter: Starts hosts again.
+        flags: Folder of the files that make hosts slow.
+        starter: Pool that restarts hosts.
         num_steps: Length of the stream.
-        num_actions: Number of things.
+        num_actions: Number of faults.
 
     Attributes:
-        starting: Hosts that are being started, by name.
-        log: Step, action and host of everything that was done.
+        starting: Hosts that are restarting, by name.
+        log: Step, action and host of every fault.
     """
 
     def __init__(
@@ -354,11 +354,11 @@ class Chaos:
         self._flags = flags
         self._starter = starter
         self._steps = sorted(chance.sample(range(5, num_steps - 5), num_actions))
-        self._frozen: dict[str, int] = {}  # until which step, by name
+        self._frozen: dict[str, int] = {}  # last step of the freeze, by name
         self._crippled: set[str] = set()
 
     def act(self, step: int) -> None:
-        """Do what is due at a step."""
+        """Inject the faults that are due at a step."""
         for name in [name for name, last in self._frozen.items() if last <= step]:
             self._host(name).signal(signal.SIGCONT)
             del self._frozen[name]
@@ -387,7 +387,7 @@ class Chaos:
         self._chance.choice(host.workers).kill()
 
     def _freeze_worker(self, host: Host, _: int) -> None:
-        # The other one continues; a host whose workers are all frozen is as good as frozen itself.
+        # The other worker continues: a host whose workers are all frozen is as good as frozen itself.
         if host.name not in self._crippled:
             self._crippled.add(host.name)
             self._chance.choice(host.workers).suspend()
@@ -415,7 +415,7 @@ class Chaos:
 
 
 def until_gone(processes: Iterable[psutil.Process], what: str, timeout_s: float = 60.0) -> None:
-    """Wait until processes have ended, some of which are not children of this one."""
+    """Wait until processes have exited, even if they are not children of this one."""
     processes = list(processes)
     until(lambda: not any(map(_is_alive, processes)), f"{what} have ended", timeout_s)
 
@@ -428,7 +428,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def until_session_gone(session: int) -> None:
-    """Wait until all processes of a session have ended."""
+    """Wait until all processes of a session have exited."""
     until(
         lambda: not [one for one in psutil.process_iter() if _is_alive(one) and _session_of(one) == session],
         f"all processes of session {session} have ended",
@@ -443,7 +443,7 @@ def _session_of(process: psutil.Process) -> int | None:
 
 
 def left_here() -> tuple[set[int], int, int]:
-    """The feeders of this process, and how many sockets and pieces of shared memory it has."""
+    """Return the feeders of this process, and its numbers of sockets and of pieces of shared memory."""
     gc.collect()
     children = {child.pid for child in psutil.Process().children(recursive=True) if _is_feeder(child)}
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
@@ -458,7 +458,7 @@ def _is_feeder(process: psutil.Process) -> bool:
 
 
 def connections(host: psutil.Process) -> list[Any]:
-    """Connections of trainers to a data host."""
+    """Return the trainers' connections to a data host."""
     found = []
     for child in host.children():
         with contextlib.suppress(psutil.Error):
@@ -468,9 +468,9 @@ def connections(host: psutil.Process) -> list[Any]:
 
 
 def shared_memory() -> set[tuple[str, int]]:
-    """Name and inode of every file and semaphore in /dev/shm, but for torch's own.
+    """Return name and inode of every file and semaphore in /dev/shm, except torch's.
 
-    These have a name for a moment only; a worker of a DataLoader that another test kills in it leaves one.
+    torch's files have a name only for a moment, but remain if another test kills a DataLoader's worker in that moment.
     """
     found = set()
     for path in Path("/dev/shm").iterdir():
@@ -481,7 +481,7 @@ def shared_memory() -> set[tuple[str, int]]:
 
 
 def unused(memory: Iterable[tuple[str, int]]) -> list[str]:
-    """Names of what no process has mapped. Inodes decide: semaphores are renamed after they are mapped."""
+    """Return the names of files that no process has mapped, by inode: semaphores are renamed after they are mapped."""
     memory = list(memory)
     mapped = _inodes_in_use() if memory else set()
     return [name for name, inode in memory if inode not in mapped]
@@ -490,7 +490,7 @@ def unused(memory: Iterable[tuple[str, int]]) -> list[str]:
 def _inodes_in_use() -> set[int]:
     inodes = set()
     for process in psutil.process_iter():
-        with contextlib.suppress(OSError):  # Has ended, or is another user's.
+        with contextlib.suppress(OSError):  # The process has exited, or belongs to another user.
             lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
             inodes.update(int(line.split()[4]) for line in lines if "/dev/shm/" in line)
     return inodes

@@ -1,4 +1,4 @@
-"""A DataModule that notes its hooks, a model that notes what it is given, and two data hosts for both."""
+"""A DataModule that records its hooks, a model that records its batches, and two data hosts for both."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from lightning_sm.data.settings import DataServiceSettings
 NUM_TRAIN, NUM_TEST, BATCH_SIZE = 23, 7, 4
 STEPS, TEST_STEPS = 6, 2
 
-# Datasets of one stage are told apart by where their numbers begin.
+# Datasets of one stage are told apart by their first number.
 SECOND = 1000
 
 
@@ -33,12 +33,12 @@ class Numbers(Dataset):
 
 
 def loader(length, first=0, **options):
-    """A loader of numbers. Without workers of its own, it would draw their noise in the training process."""
+    """Return a loader of numbers. Without a worker, it would draw their noise in the training process."""
     return DataLoader(Numbers(length, first), **{"batch_size": BATCH_SIZE, "num_workers": 1, **options})
 
 
 class Data(LightningDataModule):
-    """Its folder says what ``*_dataloader()`` return, and there it notes which hook runs in which process."""
+    """A DataModule that reads its choice of loaders from a folder, and records there which process ran which hook."""
 
     def __init__(self, folder, width=2):
         super().__init__()
@@ -51,7 +51,7 @@ class Data(LightningDataModule):
             file.write(f"{os.getpid()} {what}\n")
 
     def chosen(self, stage):
-        """The loaders that the test chose."""
+        """Return the loaders that the test chose."""
         return LOADERS[json.loads((self.folder / "loaders").read_text())[stage]]()
 
     def prepare_data(self):
@@ -106,7 +106,7 @@ class Data(LightningDataModule):
 
 
 def both():
-    """Two loaders, one of which is shorter."""
+    """Return two loaders, one of which is shorter."""
     return {"a": loader(NUM_TRAIN, shuffle=True), "b": loader(9, SECOND, shuffle=True)}
 
 
@@ -125,7 +125,7 @@ LOADERS = {
 
 
 class Recorder(LightningModule):
-    """Keeps what it is given, by stage and epoch."""
+    """Keeps its batches by stage and epoch."""
 
     def __init__(self):
         super().__init__()
@@ -141,13 +141,13 @@ class Recorder(LightningModule):
         return self.layer(tensors[0]).mean()
 
     def indices(self, stage, epoch=None):
-        """All indices of a stage, in order."""
+        """Return all indices of a stage, in order."""
         return [
             index for what, when, numbers in self.seen if what == stage and epoch in (None, when) for index in numbers
         ]
 
     def batches(self, stage, epoch=None):
-        """Batches of a stage."""
+        """Return the batches of a stage."""
         return [numbers for what, when, numbers in self.seen if what == stage and epoch in (None, when)]
 
     def training_step(self, batch, batch_idx):
@@ -170,10 +170,10 @@ class Recorder(LightningModule):
 
 
 class Cluster:
-    """Data hosts of different strength, and trainings on them.
+    """Data hosts with different numbers of workers, and trainings on them.
 
     Args:
-        folder: Where the DataModule finds what to serve, and notes its hooks.
+        folder: Folder where the DataModule finds its choice of loaders and records its hooks.
     """
 
     def __init__(self, folder):
@@ -181,35 +181,35 @@ class Cluster:
         self.hosts = [DataHost(workers=workers) for workers in (1, 2)]
 
     def module(self, data=None):
-        """A DataModule on these hosts."""
+        """Return a DataModule on these hosts."""
         settings = DataServiceSettings(startup_timeout_s=90, batch_timeout_s=60)
         return RemoteDataModule(data or Data(self.folder), [host.address for host in self.hosts], settings=settings)
 
     def choose(self, train="shuffled", val="small"):
-        """Decide what loaders there are in the next run, and forget the hooks."""
+        """Choose the loaders of the next run, and clear the recorded hooks."""
         (self.folder / "loaders").write_text(json.dumps({"train": train, "val": val}))
         (self.folder / "journal").write_text("")
 
     def noted(self):
-        """The hooks, all of which must have run in this process."""
+        """Return the recorded hooks, all of which must have run in this process."""
         lines = [line.split(" ", 1) for line in (self.folder / "journal").read_text().splitlines()]
         assert {pid for pid, _ in lines} <= {str(os.getpid())}
         return [what for _, what in lines]
 
     def fit(self, train="shuffled", val="small", *, model=None, data=None, ckpt_path=None, **settings):
-        """Train; the model and the trainer."""
+        """Train, and return the model and the trainer."""
         self.choose(train, val)
         trainer, model = self.trainer(**settings), model or Recorder()
         trainer.fit(model, datamodule=data or self.module(), ckpt_path=ckpt_path)
         return model, trainer
 
     def trainer(self, **settings):
-        """A Trainer for two epochs."""
+        """Return a Trainer for two epochs."""
         return quiet_trainer(self.folder, **{"max_epochs": 2, **settings})
 
 
 def quiet_trainer(folder, **settings):
-    """A Trainer that writes nothing and does no more than it is told."""
+    """Return a Trainer that writes nothing and has everything optional switched off."""
     names = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     quiet = {**dict.fromkeys(names, False), "num_sanity_val_steps": 0, "accelerator": "cpu"}
     return Trainer(**{**quiet, "default_root_dir": folder, **settings})

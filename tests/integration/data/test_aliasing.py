@@ -1,4 +1,4 @@
-"""Batches lie in shared memory, and stay what they were for as long as anyone looks at them."""
+"""Batches are in shared memory, and do not change while anything refers to them."""
 
 import gc
 import logging
@@ -30,7 +30,7 @@ class Large(Dataset):
 
 
 def make():
-    """Small and large samples."""
+    """Return loaders of small and of large samples."""
     return {
         "small": DataLoader(Augmented(LENGTH), batch_size=BATCH_SIZE, shuffle=True),
         "large": DataLoader(Large(), batch_size=1),
@@ -45,17 +45,17 @@ def hosts(pool):
 
 @pytest.fixture(scope="module")
 def expected(pool):
-    """The stream of small samples if nobody keeps a batch."""
+    """The stream of small samples if no batch is kept."""
     return undisturbed(pool.hosts[1:2], lambda: make()["small"])[0]
 
 
 def test_kept_batches_stay_unchanged(hosts, expected, caplog):
-    """Batches can be kept for an epoch, more than there are slots; one warning tells that this costs copies."""
+    """More batches than there are slots can be kept for an epoch; one warning says that this costs copies."""
     with remote(hosts, window_batches=4) as module, caplog.at_level(logging.WARNING):
         loaders = module.train_dataloader()
         batches, large = list(seeded(loaders["small"])), list(loaders["large"])
         assert stream_hash(batches) == expected
-    # Also when the feeder is gone.
+    # The batches outlive the feeder.
     assert stream_hash(batches) == expected
     assert [batch.unique().tolist() for batch in large] == [[index] for index in range(NUM_LARGE)]
     warnings = [record.message for record in caplog.records if "the training loop holds" in record.message]
@@ -64,7 +64,7 @@ def test_kept_batches_stay_unchanged(hosts, expected, caplog):
 
 
 def test_kept_views_stay_unchanged(hosts):
-    """A slice, a detached tensor, a NumPy view or a storage keeps the slot as a whole batch does."""
+    """A slice, a detached tensor, a NumPy view or a storage keeps its slot, as a whole batch does."""
     views = []
     ways = (
         lambda batch: batch[0, 10:20],
@@ -81,7 +81,7 @@ def test_kept_views_stay_unchanged(hosts):
 
 
 def test_a_batch_in_a_reference_cycle_gives_its_slot_back(hosts, expected):
-    """Batches that only the garbage collector frees do not stop the stream, nor change under the user's hands."""
+    """Batches that only the garbage collector frees neither stop the stream nor change while in use."""
     gc.disable()
     try:
         with remote(hosts, window_batches=4) as module:
@@ -100,7 +100,7 @@ def test_a_batch_in_a_reference_cycle_gives_its_slot_back(hosts, expected):
 
 
 def test_a_forked_child_frees_nothing(hosts):
-    """What a child drops of the batches that it inherited, the parent may still use."""
+    """The parent can still use inherited batches that a child has dropped."""
     with remote(hosts, window_batches=4) as module:
         stream = iter(module.train_dataloader()["large"])
         batches = [next(stream) for _ in range(3)]
@@ -117,14 +117,14 @@ def test_a_forked_child_frees_nothing(hosts):
 
 
 def settled(module, loader, least):
-    """Take a few batches, wait until nothing is under way; return stream and batches ahead."""
+    """Read a few batches and wait until none is in flight; return stream and number of batches ahead."""
     stream = iter(loader)
     for _ in range(10):
         next(stream)
     feeder = module._connection.feeder
 
     def is_settled():
-        # Right after a batch was taken, the next is not asked for yet.
+        # Right after a batch is read, the next one is not requested yet.
         (known,) = feeder.snapshot().passes
         return not known.in_flight and known.ready >= least
 
@@ -133,7 +133,7 @@ def settled(module, loader, least):
 
 
 def ring_bytes(module):
-    """Return the memory that the slots of all loaders take."""
+    """Return the memory of all loaders' slots in bytes."""
     folder = Path(f"/proc/{module._connection.feeder.pid}/fd")
     rings = {
         file.stat().st_ino: file.stat() for file in folder.iterdir() if "memfd:lightning_sm" in str(file.readlink())
@@ -152,12 +152,12 @@ def ring_bytes(module):
 )
 def test_a_slow_consumer_is_not_flooded(hosts, settings, window):
     """However fast the hosts are, the window bounds the batches ahead, in number and in bytes, and so the memory."""
-    # One host, as duplicates of late batches at a second one take slots of their own.
+    # Use one host: duplicates of late batches at a second one would occupy more slots.
     with remote(hosts[:1], **settings) as module:
-        # The sampler runs for several batches at a time.
+        # The sampler runs for several batches at a time, so fewer than `window` may be ahead.
         stream, num_ready = settled(module, module.train_dataloader()["large"], max(1, window - 3))
         taken = ring_bytes(module)
         assert num_ready <= window
         assert len(list(stream)) == NUM_LARGE - 10
-    # Before the first answer nobody knows the size of a batch; a host with two workers takes three requests.
+    # The size of a batch is unknown before the first answer, and a host with two workers accepts three requests.
     assert taken <= (max(window, 3) + 2) * BLOCK, taken / BLOCK

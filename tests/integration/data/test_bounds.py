@@ -1,6 +1,6 @@
-"""A call with the token neither takes a data host over nor ends it by accident: it may say only so much.
+"""Limits of calls with the token: no call takes over or ends a data host by accident.
 
-The test stands in for the main process of the data host, which runs the user's code: it sees what the server starts.
+The test plays the main process of the data host, which runs the user's code, so it sees what the server starts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tests.integration.data.fakes import begin, credentials
 pytestmark = pytest.mark.processes
 
 TIMEOUT_S = 60.0
-# Of a source that the data host has.
+# The digest of a source that the data host has.
 DIGEST = "d" * 32
 
 
 class Server:
-    """The server process of a data host whose main process is this one."""
+    """The server process of a data host whose main process is this test."""
 
     def __init__(self, **settings):
         self.process, self.main = start_module("lightning_sm.data.server.process")
@@ -39,27 +39,27 @@ class Server:
         self._channels = contextlib.ExitStack()
 
     def connect(self):
-        """Return a connection: each rank has its own, on which a data host accepts only a few calls at a time."""
+        """Return a new connection: a data host accepts only a few calls at a time on each."""
         options = [("grpc.use_local_subchannel_pool", 1)]
         return self._channels.enter_context(grpc.insecure_channel(self.address, options=options))
 
     def start(self, name, **values):
-        """Start a call, and return its future."""
+        """Start a call and return its future."""
         return begin(self.connect(), name, iter([json.dumps(values).encode()]), timeout=TIMEOUT_S)
 
     def end(self, name, **values):
-        """Make a call, and return how it ended: code and text."""
+        """Make a call and return its status code and text."""
         call = self.start(name, **values)
         return call.code(), call.details()
 
     def received(self, number, kind):
-        """Return the next messages to the main process, all of one kind."""
+        """Return the next messages to the main process, which must all be of one type."""
         messages = [self.main.receive(TIMEOUT_S) for _ in range(number)]
         assert {type(message) for message in messages} == {kind}
         return messages
 
     def close(self):
-        """End the process."""
+        """Stop the server process."""
         self._channels.close()
         self.main.close()
         self.process.wait(TIMEOUT_S)
@@ -76,7 +76,7 @@ def server():
 
 
 def test_sources_are_opened_for_ranks_that_sent_heartbeats_alone(server):
-    """Whoever has no lease starts nothing."""
+    """A rank without a lease cannot open sources, and so starts nothing."""
     opening = asdict(Opening("x", DIGEST))
     code, text = server.end("OpenSources", client="rank 0 on algo-1", openings=[opening])
     assert code is grpc.StatusCode.NOT_FOUND
@@ -88,7 +88,7 @@ def test_sources_are_opened_for_ranks_that_sent_heartbeats_alone(server):
 
 
 def test_only_trainers_that_sent_heartbeats_can_finish(server):
-    """Whoever reports the end of ranks that are not there ends nothing; the rank that is there does."""
+    """Finish is refused for ranks that sent no heartbeat, and accepted for the rank that did."""
     for number in range(2):
         code, text = server.end("Finish", client=f"rank {number} on algo-1")
         assert code is grpc.StatusCode.NOT_FOUND
@@ -100,7 +100,7 @@ def test_only_trainers_that_sent_heartbeats_can_finish(server):
 
 
 def test_trainers_of_another_training_get_no_lease(server):
-    """A rank of another world size, and one more than there can be, are refused with both numbers; for now."""
+    """A rank with another world size, or one too many, is refused, with both numbers, until the training is over."""
     server.start("Heartbeat", client="rank 0 on algo-1", world_size=1).result()
     for world_size in (4, 1):
         code, text = server.end("Heartbeat", client="rank 0 on other", world_size=world_size)
@@ -116,7 +116,7 @@ def test_trainers_of_another_training_get_no_lease(server):
 
 
 def test_a_call_that_only_looks_takes_no_lease(server):
-    """Status describes the data host, and keeps no training away."""
+    """Status describes the data host without a lease, so it keeps no training out."""
     report = HostReport.parse(server.start("Status").result())
     assert (report.name, report.workers, report.queued) == ("algo-9", 2, 0)
     server.start("Heartbeat", client="rank 0 on algo-1", world_size=1).result()
@@ -125,7 +125,7 @@ def test_a_call_that_only_looks_takes_no_lease(server):
 
 
 def test_a_second_training_waits_and_says_for_whom(server):
-    """A trainer that gets no lease tries again until its time to start is over, and names who keeps the data host."""
+    """A trainer without a lease retries until its startup timeout, and names the trainer that holds the lease."""
     server.start("Heartbeat", client="rank 0 on other", world_size=4).result()
     with (
         remote([server.address], startup_timeout_s=8) as module,

@@ -1,4 +1,4 @@
-"""A loader that the user iterates over gives what the local one gives, also beside a pass of the Trainer."""
+"""A loader that the user iterates over gives the same batches as a local one, even during a pass of the Trainer."""
 
 from itertools import islice
 
@@ -44,13 +44,13 @@ class Data(LightningDataModule):
 
 
 def indices(batches):
-    """The samples of batches."""
+    """Return the samples of batches."""
     batches = [batch[0][0] if isinstance(batch, tuple) else batch for batch in batches]
     return [index for batch in batches for index in batch["index"].tolist()]
 
 
 class Model(LightningModule):
-    """Reads loaders by hand wherever a hook lets it, and notes what it was given."""
+    """Reads loaders by hand in every hook that allows it, and records the samples."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ class Model(LightningModule):
 
 @pytest.mark.parametrize("kind", ["shuffled", pytest.param("combined", marks=pytest.mark.proof)])
 def test_passes_by_hand_are_those_of_local_loaders(tmp_path, kind):
-    """In every hook, in every epoch, two at once, too; and the Trainer's own passes do not notice."""
+    """Passes by hand match in every hook and epoch, even two at once, and do not affect the Trainer's passes."""
     seen = []
     with DataHost(workers=1) as host:
         for data in (Data(kind), RemoteDataModule(Data(kind), [host.address])):

@@ -1,7 +1,7 @@
-"""Faults x where x when: what trainers see, how the data hosts end, and what says so.
+"""The matrix of faults: what fails, where and when, and the expected batches, exit codes and messages.
 
-The rows make the tests and a table: ``python -m tests.integration.data.test_faults``. Whatever the row, nothing of what
-was killed is left, and what was not killed serves the next training.
+The rows define the tests and a table: ``python -m tests.integration.data.test_faults``. Whatever the row, nothing is
+left of killed processes, and the others serve the next training.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from tests.integration.data.numbers import NUM_TRAIN, Recorder
 from tests.integration.emulators import until
 from tests.integration.hosts import SCRIPTS
 
-# Of torch: there may be fewer cores than a loader has workers.
+# torch warns if a loader has more workers than there are cores.
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 LENGTH, BATCH_SIZE = 400, 4
 SAME = "the same batches"
-# The feeder notifies all hosts that the training is over, and allows those that do not answer 3 s. Processes take more
-# on a busy machine.
+# At the end of a training, the feeder notifies all hosts, and waits 3 s for those that do not answer. Processes take
+# longer on a busy machine.
 FEW_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One fault.
+    """One fault of the matrix.
 
     Attributes:
         fault: What happens.
-        where: To whom.
-        when: When.
+        where: The process or host that it affects.
+        when: The moment.
         trainer: What training processes see.
-        data: What becomes of the data hosts that are not killed: "stay", or their exit code.
-        says: Regular expressions for what the error, the log or the failure file says.
-        is_proof: Whether it only widens what another row shows.
+        data: Exit code of the data hosts that are not killed, or "stay" if they keep running.
+        says: Regular expressions for the error, the log or the failure file.
+        is_proof: Whether the row only widens the coverage of another one.
     """
 
     fault: str
@@ -80,32 +80,32 @@ class Row:
         return f"{self.fault}, {self.where}, {self.when}"
 
     def line(self) -> str:
-        """The line of the table."""
+        """Return the row of the table."""
         says = "; ".join(f"`{text}`" for text in self.says)
         return f"| {self.fault} | {self.where} | {self.when} | {self.trainer} | {self.data} | {says} |"
 
     def assert_says(self, text: str) -> None:
-        """It says all that it should."""
+        """Assert that a text matches all patterns."""
         assert not [pattern for pattern in self.says if not re.search(pattern, text)], text
 
 
 def params(rows):
-    """The rows as parameters of a test."""
+    """Return rows as parameters of a test."""
     return [pytest.param(row, id=str(row), marks=[pytest.mark.proof] if row.is_proof else []) for row in rows]
 
 
 @pytest.fixture(scope="module")
 def _forks():
-    """Start here what outlives a test."""
+    """Start the fork server outside of the tests, which it outlives."""
     faults.start_forks()
 
 
 @pytest.fixture(autouse=True)
 def _no_named_memory():
-    """Nothing stays in /dev/shm that nobody uses, and so nobody would clean up. Other tests have theirs there."""
+    """No unused file stays in /dev/shm, where nobody would remove it. Other tests may have files there."""
     before = faults.shared_memory()
     yield
-    # Of another test's there may be some that is not mapped yet, or about to be removed.
+    # A file of another test may not be mapped yet, or may be about to be removed.
     until(
         lambda: not faults.unused(faults.shared_memory() - before),
         "/dev/shm holds nothing more that is unused",
@@ -117,11 +117,11 @@ def _no_named_memory():
 
 
 class Scene:
-    """Two data hosts ``a`` and ``b``, with 1 and 2 workers, a third one that is not there, and a trainer.
+    """Data hosts ``a`` and ``b`` with 1 and 2 workers, a third one that is not running, and a trainer.
 
     Args:
         hosts: The data hosts by name.
-        flags: Folder through which datasets learn what to do.
+        flags: Folder of the files that control the datasets.
     """
 
     def __init__(self, hosts: dict[str, Host], flags: Path) -> None:
@@ -133,18 +133,18 @@ class Scene:
         self.acted = 0.0
 
     def restart_killed(self, names: str) -> None:
-        """Start again what the row before has killed."""
+        """Restart the hosts that the previous row killed."""
         killed = [self.hosts[name] for name in "ab" if name in names and not self.hosts[name].is_running]
         with ThreadPoolExecutor() as pool:
             list(pool.map(Host.start, killed))
 
     def start(self, name: str) -> Host:
-        """Start a host that ends with the row."""
+        """Start a host that is killed at the end of the row."""
         self.started.append(self.hosts[name])
         return self.hosts[name].start()
 
     def report(self, name: str) -> HostSnapshot:
-        """What the feeder says of a host."""
+        """Return the feeder's view of a host."""
         address = self.hosts[name].address
         return next(host for host in states(self.module) if host.name in (name, address))
 
@@ -153,7 +153,7 @@ class Scene:
         until(lambda: self.report(name).state == "up", f"the feeder reaches host {name}", TIMEOUT_S)
 
     def until_used(self, name: str, loader: str = "shuffled") -> None:
-        """Take epochs until a host has made batches in one."""
+        """Read epochs until a host has built batches in one."""
         self.until_up(name)
         before = self.report(name).num_received
 
@@ -164,7 +164,7 @@ class Scene:
         until(is_used, f"host {name} makes batches", TIMEOUT_S)
 
     def close(self) -> None:
-        """End what the row has started."""
+        """Stop what the row has started."""
         self.stack.close()
         for host in self.started:
             if host.is_running:
@@ -172,16 +172,16 @@ class Scene:
 
 
 def nothing(scene: Scene) -> None:
-    """The fault lies in the data."""
+    """Do nothing: the fault is in the data."""
 
 
 def freeze(scene: Scene) -> None:
-    """Stop host a as a whole until the epoch is over."""
+    """Stop all processes of host a until the epoch is over."""
     scene.hosts["a"].signal(signal.SIGSTOP)
 
 
 def thaw(scene: Scene) -> None:
-    """Let host a continue: it is used again."""
+    """Resume host a, and wait until it is used again."""
     scene.hosts["a"].signal(signal.SIGCONT)
     scene.until_used("a")
 
@@ -206,7 +206,7 @@ def kill_server(scene: Scene) -> None:
 
 
 def kill_main(scene: Scene) -> None:
-    """Kill the main process of host a: the others are nothing without it."""
+    """Kill the main process of host a: its other processes must exit."""
     processes = scene.hosts["a"].processes()
     assert len(processes) >= 3
     scene.hosts["a"].main.kill()
@@ -220,13 +220,13 @@ def freeze_and_kill_main(scene: Scene) -> None:
 
 
 def kill_all(scene: Scene) -> None:
-    """Let both hosts vanish, as when machines are switched off."""
+    """Kill both hosts, as when machines are switched off."""
     for name in "ab":
         scene.hosts[name].kill()
 
 
 def kill_and_return(scene: Scene) -> None:
-    """Let host b vanish, and start it again while the trainer waits."""
+    """Kill host b, and restart it while the trainer waits."""
     scene.hosts["b"].kill()
     starter = scene.stack.enter_context(ThreadPoolExecutor(1))
     scene.stack.callback(starter.submit(scene.start, "b").result)
@@ -239,7 +239,7 @@ def come_late(scene: Scene) -> None:
 
 
 def close_late(scene: Scene) -> None:
-    """Host c has taken its share; it closes at once although a trainer is connected."""
+    """Close host c, which has built batches: it exits at once, although a trainer is connected."""
     assert scene.report("c").num_received > 0
     processes = scene.hosts["c"].processes()
     began = time.monotonic()
@@ -249,7 +249,7 @@ def close_late(scene: Scene) -> None:
 
 
 def hang_and_close(scene: Scene) -> None:
-    """Close host a although its gRPC server's process does not answer, and host b as usual."""
+    """Close both hosts, although the gRPC server's process of host a does not answer."""
     processes = [process for name in "ab" for process in scene.hosts[name].processes()]
     scene.hosts["a"].network.suspend()
     for name in "ab":
@@ -258,7 +258,7 @@ def hang_and_close(scene: Scene) -> None:
 
 
 def kill_feeder(scene: Scene) -> None:
-    """Kill the process of this rank that asks for batches."""
+    """Kill the feeder of this rank."""
     os.kill(scene.module._connection.feeder.pid, signal.SIGKILL)
 
 
@@ -270,23 +270,23 @@ def break_a_disk(scene: Scene) -> None:
 
 
 def has_failed(scene: Scene) -> None:
-    """A host has failed, and another one has made the batch."""
+    """Assert that a host failed and another one built the batch."""
     assert sum(host.num_retries for host in states(scene.module)) > 0
 
 
 def train_elsewhere(scene: Scene) -> None:
-    """Let a second training use the same hosts."""
+    """Run a second training on the same hosts."""
     with remote(list(scene.hosts.values())[:2]) as second:
         assert len(list(second.train_dataloader()["shuffled"])) == LENGTH / BATCH_SIZE
 
 
 def use_again(scene: Scene) -> None:
-    """Other passes of the same trainer are unharmed."""
+    """Assert that other passes of the same trainer are unharmed."""
     assert stream_hash(seeded(scene.module.train_dataloader()["shuffled"])) == EXPECTED["shuffled"]
 
 
 def crash() -> None:
-    """Die as native code does."""
+    """Crash as native code does."""
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
@@ -296,7 +296,7 @@ def fail() -> None:
 
 
 def make(flags):
-    """A loader for every kind of failure."""
+    """Return a loader for every kind of failure."""
 
     def be_killed_once():
         try:
@@ -320,23 +320,23 @@ def make(flags):
     }
 
 
-# What comes if nothing fails, by loader.
+# The hash of each loader's stream if nothing fails.
 EXPECTED: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
 class BatchRow(Row):
-    """A fault while a trainer takes batches.
+    """A fault while a trainer reads batches.
 
     Attributes:
-        act: Brings it about.
-        after: Number of batches before that; None: before the trainer is there.
-        loader: Which loader it takes them from.
-        hosts: Which hosts the trainer knows; "c" is not there.
-        error: What the trainer sees instead of the same batches.
-        then: What holds afterwards.
+        act: Injects the fault.
+        after: Number of batches before the fault; None: the fault precedes the trainer.
+        loader: The loader that the trainer reads.
+        hosts: The hosts that the trainer is given; "c" is not running.
+        error: The error that the trainer gets instead of the same batches.
+        then: Checks what holds afterwards.
         longest_s: Longest time between two batches, or from the fault to the error.
-        settings: Of the trainer.
+        settings: Settings of the trainer.
     """
 
     act: Callable[[Scene], None] = field(default=nothing, kw_only=True)
@@ -353,7 +353,7 @@ class BatchRow(Row):
             object.__setattr__(self, "trainer", self.error.__name__)
 
 
-# Rows that need a killed host again come last: each start takes seconds.
+# Rows that need a killed host again come last, because each start takes seconds.
 BATCH_ROWS = [
     BatchRow(
         "exception in a transform",
@@ -369,7 +369,7 @@ BATCH_ROWS = [
         error=RemoteTransformError,
         then=use_again,
     ),
-    # A host that fails for a sample may have a broken disk.
+    # A host that fails for a sample may have a broken disk, so another host gets a try.
     BatchRow(
         "exception in a transform",
         "one of two data hosts",
@@ -405,7 +405,7 @@ BATCH_ROWS = [
     ),
     BatchRow("SIGKILL of the worker", "one of two data hosts", "a batch, once", loader="killed_once", after=1),
     BatchRow("SIGSTOP of a worker", "only data host", "mid-epoch", act=freeze_worker, hosts="b", longest_s=10.0),
-    # Mostly 0.2 s, by hedges. A busy machine may have used them up: then its silence shows after two heartbeats.
+    # Mostly 0.2 s, thanks to hedged requests. A busy machine may have used these up: then two heartbeats have to fail.
     BatchRow("SIGSTOP of all processes", "one of two data hosts", "mid-epoch", act=freeze, then=thaw, longest_s=8.0),
     BatchRow(
         "SIGKILL of all workers", "all data hosts", "mid-epoch, iterable data", act=kill_workers, loader="iterable"
@@ -449,7 +449,7 @@ BATCH_ROWS = [
         act=freeze_and_kill_main,
         loader="iterable",
     ),
-    # It imports torch again, for a minute on a busy machine.
+    # The host imports torch again, which may take a minute on a busy machine.
     BatchRow(
         "SIGKILL, and it starts again",
         "only data host",
@@ -501,13 +501,13 @@ BATCH_ROWS = [
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """The folder through which datasets learn what to do."""
+    """The folder of the files that control the datasets."""
     return tmp_path_factory.mktemp("flags")
 
 
 @pytest.fixture(scope="module")
 def data_hosts(flags):
-    """The hosts of all rows."""
+    """The data hosts of all rows."""
     _, topology, ports = reserve_job({"trainer": ["algo-1"]})
     with ports:
         hosts = {name: Host(name, lambda: make(flags), workers) for name, workers in (("a", 1), ("b", 2))}
@@ -533,7 +533,7 @@ def scene(data_hosts, flags, request):
 
 @pytest.mark.parametrize("scene", params(BATCH_ROWS), indirect=True)
 def test_a_fault_while_batches_are_made_shows_as_the_table_says(scene):
-    """The trainer sees the same batches, bit for bit and without a long wait, or soon an error that says what to do."""
+    """The trainer gets the same batches, bit for bit and without a long wait, or soon an error with a remedy."""
     row = scene.row
     with contextlib.ExitStack() as stack:
         stack.callback(scene.close)
@@ -550,7 +550,7 @@ def test_a_fault_while_batches_are_made_shows_as_the_table_says(scene):
 
 
 def take_all(scene, stack, row):
-    """Take a pass, and bring about the fault in it; the longest time that a batch took after that."""
+    """Read a pass, inject the fault into it, and return the longest wait for a batch after that."""
     scene.module = stack.enter_context(remote([scene.hosts[name] for name in row.hosts], **row.settings))
     stream = iter(seeded(scene.module.train_dataloader()[row.loader]))
     batches = [next(stream) for _ in range(row.after or 0)]
@@ -566,7 +566,7 @@ def take_all(scene, stack, row):
 
 
 LONG, NUM_STEPS, NUM_ACTIONS = 2400, 300, 14
-# The only host left may lose its gRPC server, and is reached again after a second or two; more on a busy machine.
+# The only host left may lose its gRPC server; reconnecting takes a second or two, or longer on a busy machine.
 LONGEST_GAP_S = 6.0
 NUM_SCHEDULES = int(os.environ.get("LIGHTNING_SM_FAILURE_SCHEDULES", "2"))
 
@@ -574,7 +574,7 @@ NUM_SCHEDULES = int(os.environ.get("LIGHTNING_SM_FAILURE_SCHEDULES", "2"))
 @pytest.mark.proof
 @pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
 def test_no_random_schedule_of_faults_shows_in_the_stream(tmp_path, seed, record_property):
-    """Killed, frozen and slow workers and hosts change no bit, lose no batch, and stop the stream for seconds only."""
+    """Killed, frozen and slow workers and hosts change no bit, lose no batch, and delay the stream only for seconds."""
 
     def make():
         return DataLoader(Augmented(LONG, 0.001, tmp_path), batch_size=8, shuffle=True)
@@ -603,7 +603,7 @@ def test_no_random_schedule_of_faults_shows_in_the_stream(tmp_path, seed, record
     assert longest < LONGEST_GAP_S, (longest, gaps.index(longest), chaos.log)
 
 
-# The end of a training: nothing of it is left, neither on the trainer nor on the data hosts
+# The end of a training: nothing is left of it on the trainer or on the data hosts
 
 
 class Fails(Recorder):
@@ -616,7 +616,7 @@ class Fails(Recorder):
 
 
 class Exits(Callback):
-    """Exits in a hook."""
+    """Exits in a hook at the third batch."""
 
     def on_train_batch_end(self, trainer, model, outputs, batch, batch_index):
         if batch_index == 2:
@@ -624,14 +624,14 @@ class Exits(Callback):
 
 
 def is_idle(address):
-    """Whether no worker of a data host has anything to do."""
+    """Return whether a data host has no batch to build."""
     with FakeTrainer(address) as trainer:
         report = HostReport.parse(trainer.call("Status"))
     return (report.busy, report.queued) == (0, 0)
 
 
 def fail_in_a_step(cluster):
-    """The error passes through unchanged, also if the batch is still held."""
+    """Raise an error in a step: it passes through unchanged, even if the batch is still held."""
     with pytest.raises(ArithmeticError, match="user's own") as caught:
         cluster.fit(model=Fails())
     assert cluster.noted()[-1] == "on_exception user's own"
@@ -639,20 +639,20 @@ def fail_in_a_step(cluster):
 
 
 def exit_in_a_hook(cluster):
-    """sys.exit in a callback."""
+    """Call sys.exit in a callback."""
     with pytest.raises(SystemExit):
         cluster.fit(callbacks=[Exits()])
 
 
 def stop_early(cluster):
-    """In the middle of an epoch."""
+    """Stop in the middle of an epoch."""
     stops = {"monitor": "loss", "stopping_threshold": 1e9, "check_on_train_epoch_end": False}
     _, trainer = cluster.fit(max_epochs=5, callbacks=[EarlyStopping(**stops)], val_check_interval=2)
     assert trainer.global_step == 2
 
 
 def end_process(how, code):
-    """The script's exit code is its own, and its feeder goes with it."""
+    """Return a function that ends a script: its exit code is unchanged, and its feeder exits."""
 
     def end(cluster):
         cluster.choose()
@@ -675,10 +675,10 @@ def end_process(how, code):
 
 @dataclass(frozen=True)
 class EndRow(Row):
-    """An end of a training.
+    """One way in which a training ends.
 
     Attributes:
-        act: Trains on a cluster until then.
+        act: Trains on a cluster, and ends the training.
     """
 
     act: Callable[[Any], None] = field(default=nothing, kw_only=True)
@@ -696,14 +696,14 @@ END_ROWS = [
 
 @pytest.fixture(scope="module")
 def warm_cluster(cluster):
-    """Data hosts, after the process of the trainer has opened what it keeps: locks and logs of torch."""
+    """Data hosts, after the trainer process has opened what torch keeps open: locks and logs."""
     cluster.fit(max_epochs=1)
     return cluster
 
 
 @pytest.mark.parametrize("row", params(END_ROWS))
 def test_nothing_is_left_of_a_training_however_it_ends(warm_cluster, row):
-    """Feeder, sockets and slots go with it; no worker is busy afterwards, and the next training has all batches."""
+    """Feeder, sockets and slots are released, no worker stays busy, and the next training gets all batches."""
     before = faults.left_here()
     row.act(warm_cluster)
     assert faults.left_here() == before
@@ -716,16 +716,16 @@ def test_nothing_is_left_of_a_training_however_it_ends(warm_cluster, row):
 
 
 def slow():
-    """A loader whose epoch nobody sees the end of."""
+    """Return a loader whose epoch no test finishes."""
     return DataLoader(Augmented(100_000, 0.001), batch_size=4)
 
 
 @pytest.mark.usefixtures("_forks")
 def test_a_killed_training_process_takes_everything_with_it(tmp_path):
-    """Feeder, data host, workers and gRPC server of the same script exit by themselves."""
+    """The feeder, data host, workers and gRPC server of a killed script exit by themselves."""
     with faults.training_process(slow, None, tmp_path / "pids") as (script, feeder, main):
         processes = [feeder, main, *main.children()]
-        # Feeder, main process, gRPC server, 2 spawned workers with multiprocessing's resource tracker.
+        # Feeder, main process, gRPC server, 2 spawned workers and multiprocessing's resource tracker.
         assert len(processes) == 6
         script.kill()
         faults.until_gone(processes, "feeder, main process, gRPC server and workers")
@@ -733,7 +733,7 @@ def test_a_killed_training_process_takes_everything_with_it(tmp_path):
 
 @pytest.mark.usefixtures("_forks")
 def test_a_feeder_ends_although_a_child_of_the_training_process_lives_on(pool, tmp_path):
-    """A forked child holds copies of the training process's sockets, and must not keep the feeder alive."""
+    """A forked child holds copies of the training process's sockets, which must not keep the feeder alive."""
     address = pool.serve(slow)[0].address
     with faults.training_process(slow, address, tmp_path / "pids") as (script, feeder, child):
         script.kill()
@@ -748,7 +748,7 @@ def test_a_feeder_ends_although_a_child_of_the_training_process_lives_on(pool, t
 
 
 def train(job):
-    """Train, and test after it: the end of fit is not the end of the script."""
+    """Train, then test: the end of fit is not the end of the script."""
     module = job.connected()
     module.teardown("fit")
     module.setup("test")
@@ -761,28 +761,28 @@ def fail_to_train(job):
 
 
 def vanish(job):
-    """Let the trainer host vanish: nobody says goodbye."""
+    """Kill the feeder, as when the trainer host vanishes: no Finish reaches the data host."""
     module = job.connected()
     os.kill(module._connection.feeder.pid, signal.SIGKILL)
     module.close()
 
 
 def come_never(job):
-    """No trainer."""
+    """Start no trainer."""
 
 
 def terminate(job):
-    """SIGTERM while a trainer has the loaders."""
+    """Send SIGTERM while a trainer has the loaders."""
     end_and_look(job, job.connected())
 
 
 def terminate_in_setup(job):
-    """SIGTERM in the middle of a user's hook."""
+    """Send SIGTERM in the middle of a user's hook."""
     end_and_look(job, job.opening())
 
 
 def end_and_look(job, module):
-    """Send SIGTERM; nothing is left of the data host."""
+    """Send SIGTERM, and check that nothing is left of the data host."""
     children = job.main.children(recursive=True)
     assert children
     job.main.terminate()
@@ -792,7 +792,7 @@ def end_and_look(job, module):
 
 
 def stop_gently(job):
-    """Trainers get batches after it."""
+    """Stop gently: trainers still get their batches."""
     module = job.connected()
     job.main.send_signal(GENTLE_SIGNAL)
     assert len(list(module.train_dataloader())) == 2
@@ -800,7 +800,7 @@ def stop_gently(job):
 
 
 def stop_gently_and_kill_the_server(job):
-    """The process in place of the killed one waits for nobody either."""
+    """Stop gently, then kill the server: its replacement does not wait for a trainer either."""
     module = job.connected()
     (server,) = [child for child in job.main.children() if "lightning_sm.data.server.process" in child.cmdline()]
     job.main.send_signal(GENTLE_SIGNAL)
@@ -811,13 +811,13 @@ def stop_gently_and_kill_the_server(job):
 
 
 def stop_gently_without_trainer(job):
-    """There is nobody to wait for."""
+    """Stop gently before a trainer connects: the data host has nobody to wait for."""
     job.until_handled(GENTLE_SIGNAL)
     job.main.send_signal(GENTLE_SIGNAL)
 
 
 def stop_gently_in_setup(job):
-    """A download may take hours, and nobody trains yet."""
+    """Stop gently in setup(): its download may take hours, and nobody trains yet."""
     module = job.opening()
     job.main.send_signal(GENTLE_SIGNAL)
     job.end()
@@ -825,7 +825,7 @@ def stop_gently_in_setup(job):
 
 
 def fail_in_setup(job):
-    """The trainer sees the error of the user's hook."""
+    """Fail in setup(): the trainer gets the error of the user's hook."""
     module = job.module()
     with pytest.raises(RemoteTransformError, match="no such column") as caught:
         module.setup("fit")
@@ -839,9 +839,9 @@ class JobRow(Row):
     """A fault in a job with one data host.
 
     Attributes:
-        act: Brings it about.
+        act: Injects the fault.
         does: What the data host's DataModule does in setup().
-        settings: Of the data service.
+        settings: Settings of the data service.
     """
 
     act: Callable[[Job], None] = field(default=nothing, kw_only=True)
@@ -969,7 +969,7 @@ def job(tmp_path, _forks):
 
 @pytest.mark.parametrize("row", params(JOB_ROWS))
 def test_a_data_host_of_a_job_leaves_as_the_table_says(job, row):
-    """With the exit code of its own success, also if the training failed; its log says why it left."""
+    """A failed training does not fail its data host, whose log says why it exited."""
     job.start(row.does, **row.settings)
     row.act(job)
     assert job.end() == row.data, job.log()
@@ -979,7 +979,7 @@ def test_a_data_host_of_a_job_leaves_as_the_table_says(job, row):
 
 
 def test_a_port_that_is_taken_is_the_failure_of_the_data_host(job):
-    """At once, with the address."""
+    """A port in use makes the data host fail at once, with the address in its log."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -997,8 +997,8 @@ class LauncherRow(Row):
     """A fault of a data host with a launcher.
 
     Attributes:
-        how: What kills its main process, or "raises".
-        place: The user's code in which that happens.
+        how: Signal that kills its main process, or "raises".
+        place: The method of the user's code in which that happens.
     """
 
     how: str = field(default="", kw_only=True)
@@ -1037,7 +1037,7 @@ LAUNCHER_ROWS = [
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """Launchers of scripts that are killed whenever they start: they mostly wait, and other tests run meanwhile."""
+    """Launchers of scripts that kill themselves at every start: they mostly wait, so other tests run meanwhile."""
     made = {host: Launchers(tmp_path_factory.mktemp(host), KILLED) for host in (DATA, TRAINER)}
     made[DATA].start(DATA)
     made[TRAINER].start(TRAINER, LIGHTNING_SM_PEERS_TIMEOUT_S="0")
@@ -1057,7 +1057,7 @@ def launchers(tmp_path, request):
 @pytest.mark.usefixtures("killed")
 @pytest.mark.parametrize("row", params(LAUNCHER_ROWS))
 def test_a_data_host_that_dies_is_restarted_and_one_that_fails_is_not(launchers, row):
-    """Trainers find a restarted host by themselves. They fail with the user's own error, and name its host."""
+    """Trainers reconnect to a restarted data host; if its hook fails, they fail with that error and name the host."""
     launchers.fit((TRAINER, DATA), row.how, row.place)
     codes = str(launchers.code(TRAINER)), launchers.code(DATA)
     trainer_log, data_log = launchers.log(TRAINER), launchers.log(DATA)
@@ -1077,14 +1077,14 @@ def test_a_data_host_that_dies_is_restarted_and_one_that_fails_is_not(launchers,
 
 @pytest.mark.proof
 def test_the_failure_file_of_a_data_host_says_why_it_failed(launchers):
-    """Not only its log, which users see when they look for it."""
+    """The failure file has the reason, so users need not look for it in the log."""
     launchers.fit([DATA], "", "", "--data_service.startup_timeout_s=1")
     assert launchers.code(DATA) == 1
     assert re.search(r"DataServiceError: No trainer connected within 1 s\.", launchers.failure(DATA))
 
 
 def test_a_trainer_that_is_killed_is_not_restarted(killed):
-    """Its other ranks cannot continue without it."""
+    """A killed trainer is not restarted, because its other ranks cannot continue without it."""
     launchers = killed[TRAINER]
     assert launchers.code(TRAINER) == 128 + signal.SIGKILL
     assert launchers.log(TRAINER).splitlines().count("started") == 1
@@ -1092,7 +1092,7 @@ def test_a_trainer_that_is_killed_is_not_restarted(killed):
 
 @pytest.mark.parametrize("launchers", [KILLED], indirect=True, ids=["killed"])
 def test_a_stop_between_two_starts_ends_a_data_host(launchers):
-    """The script is not started again, and the host has not failed."""
+    """A data host that is stopped between two starts is not started again, and has not failed."""
     launchers.start(DATA)
     until(lambda: "Restarting it in 4 s" in launchers.log(DATA), "the launcher restarts the script in 4 s", TIMEOUT_S)
     launchers.processes[DATA].terminate()
@@ -1102,7 +1102,7 @@ def test_a_stop_between_two_starts_ends_a_data_host(launchers):
 
 
 def test_a_data_host_that_dies_again_and_again_gives_up(killed):
-    """After three restarts it fails with the signal, and its failure file tells how often it has tried."""
+    """After three restarts, the data host exits with the signal's code and writes a failure file."""
     launchers = killed[DATA]
     assert launchers.code(DATA) == 128 + signal.SIGKILL
     assert re.findall(r"Restarting it in (\d) s", launchers.log(DATA)) == ["1", "2", "4"]
@@ -1115,7 +1115,7 @@ MATRIX = [*BATCH_ROWS, *END_ROWS, *JOB_ROWS, *LAUNCHER_ROWS]
 
 
 def table():
-    """All rows."""
+    """Return the table of all rows."""
     names = ["fault", "where", "when", "trainers see", "data hosts exit with", "what says so"]
     return "\n".join(["| " + " | ".join(names) + " |", "|" + "---|" * len(names), *(row.line() for row in MATRIX)])
 

@@ -1,4 +1,4 @@
-"""A GPU that is far behind its CPU gets all batches, with a stand-in for CUDA; ``tests/gpu`` has a real one."""
+"""A GPU far behind its CPU gets all batches, with a fake CUDA; ``tests/gpu`` uses a real GPU."""
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ _NUM_BATCHES = 60
 
 
 class SlowGPU:
-    """Copies are done in their order, and only when somebody has asked five times for the first of them.
+    """A GPU that completes copies in order, each after five queries while it is the first one.
 
-    So none is done by the time at which the next batch arrives, as when a thousand kernels are queued before it.
+    So no copy is complete when the next batch arrives, as when a thousand kernels are queued before it.
     """
 
     def __init__(self):
@@ -37,25 +37,25 @@ class SlowGPU:
 
 
 class Event:
-    """A copy that is done after five questions."""
+    """A copy that completes after five queries."""
 
     def __init__(self, gpu):
         self.gpu, self.num_queries = gpu, 0
 
     def query(self):
-        """Whether it is done."""
+        """Return whether the copy is complete."""
         self.num_queries += self in self.gpu.pending[:1]
         if self.num_queries >= 5 and self in self.gpu.pending:
             self.gpu.pending.remove(self)
         return self not in self.gpu.pending
 
     def synchronize(self):
-        """Wait for it, and so for all before it."""
+        """Wait for this copy and all copies before it."""
         del self.gpu.pending[: self.gpu.pending.index(self) + 1]
 
 
 def test_a_training_loop_that_runs_ahead_of_its_gpu_gets_all_batches(monkeypatch, tmp_path):
-    """Slots come back while it waits for a batch, the copies in progress are bounded, and no memory stays locked."""
+    """Slots return while the loop waits for a batch, copies in progress are bounded, and no memory stays locked."""
     gpu, trainer = SlowGPU(), quiet_trainer(tmp_path)
     monkeypatch.setattr(pinning, "CUDA", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -68,5 +68,5 @@ def test_a_training_loop_that_runs_ahead_of_its_gpu_gets_all_batches(monkeypatch
         assert gpu.locked
         module.teardown("fit")
     assert seen == list(range(_NUM_BATCHES))
-    assert gpu.most_pending <= pinning.MAX_COPYING + 4  # those that the loop held
+    assert gpu.most_pending <= pinning.MAX_COPYING + 4  # plus the batches that the loop held
     assert not gpu.locked

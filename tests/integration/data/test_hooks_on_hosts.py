@@ -1,4 +1,4 @@
-"""``hooks: data``: data hosts run the hooks of the DataModule, and trainers get loaders without their datasets."""
+"""``hooks: data``: data hosts run the hooks of the DataModule, and trainers get loaders without datasets."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ HOOKS = DataServiceSettings(hooks="data")
 
 
 class OpenFile:
-    """An open file, as libraries have them: it cannot be pickled."""
+    """An open file, as libraries have them, which cannot be pickled."""
 
     def __init__(self, path):
         self.descriptor = os.open(path, os.O_RDONLY)
@@ -49,7 +49,7 @@ class Rows(Dataset):
 
 
 class Shuffled(Sampler):
-    """A sampler with a state of its own, which trainers run."""
+    """A sampler with a generator, which trainers run."""
 
     def __init__(self, dataset):
         self.dataset, self.generator = dataset, torch.Generator().manual_seed(5)
@@ -73,7 +73,7 @@ class Letters(IterableDataset):
 
 
 class Data(LightningDataModule):
-    """A DataModule as people write them; ``step`` is what its callers change."""
+    """A typical DataModule; its callers change ``step``."""
 
     def __init__(self, path):
         super().__init__()
@@ -105,7 +105,7 @@ class Data(LightningDataModule):
 
 
 class Model(NotingModel):
-    """Notes its batches, and a random number after each."""
+    """Records its batches, and a random number after each."""
 
     def training_step(self, batch, batch_idx):
         self.seen.append([*(value.tolist() for value in batch.values()), torch.rand(()).item()])
@@ -149,13 +149,13 @@ def remote(hosts, datamodule, settings=HOOKS):
 
 
 def test_a_run_is_that_of_stock_lightning(hosts, tmp_path):
-    """With datasets that cannot be pickled: batches, samplers, random numbers, epochs, attributes, teardown."""
+    """Datasets that cannot be pickled change no batch, order, random number, epoch, attribute or hook."""
     stock = a_run(Data(tmp_path / "stock"))
     assert a_run(remote(hosts, Data(tmp_path / "remote"))) == stock
 
 
 def test_trainers_say_what_they_lack(hosts, tmp_path):
-    """The name, where it is, and both remedies."""
+    """The error names the attribute, where it is, and both remedies."""
     data = remote(hosts, Data(tmp_path / "rows"))
     trainer(max_epochs=1).fit(Model(), data)
     for read in (lambda: data.large, lambda: data.rows.file, lambda: data.train_set[0]):
@@ -167,7 +167,7 @@ def test_trainers_say_what_they_lack(hosts, tmp_path):
 
 
 class Shared(Data):
-    """Its sampler holds the DataModule and the Trainer."""
+    """A DataModule whose sampler holds it and the Trainer."""
 
     def train_dataloader(self):
         sampler = Shuffled(self.train_set)
@@ -176,14 +176,14 @@ class Shared(Data):
 
 
 def test_samplers_see_the_datamodule_and_the_trainer_of_the_rank(hosts, tmp_path):
-    """Not copies: what a sampler reads of them, such as the epoch, changes."""
+    """Samplers hold the rank's DataModule and Trainer, not copies, so they see the current epoch."""
     data, own = remote(hosts, Shared(tmp_path / "rows")), trainer(max_epochs=1)
     own.fit(Model(), data)
     assert own.train_dataloader["rows"].sampler.owners == (data, own)
 
 
 class ByHost(Data):
-    """Data that differ between hosts."""
+    """A DataModule whose data differ between hosts."""
 
     def setup(self, stage):
         self.rows = [f"{index}-{os.environ[HOST_VARIABLE]}" for index in range(5)]
@@ -195,7 +195,7 @@ class ByHost(Data):
 
 
 class Listed(Dataset):
-    """Files."""
+    """A dataset of files."""
 
     def __len__(self):
         return 5
@@ -205,15 +205,15 @@ class Listed(Dataset):
 
 
 def test_hosts_with_other_files_are_an_error(hosts, tmp_path):
-    """Of the same number: the error names both hosts, and the list."""
+    """Lists of the same length with other files raise an error that names both hosts and the list."""
     data = remote(hosts, ByHost(tmp_path / "rows"))
     with pytest.raises(DataHostMismatchError, match=r"(?s)dataset.files: 5 items.*sort") as caught:
-        trainer(max_epochs=-1, limit_val_batches=0).fit(Silent(), data)  # until the second host has answered
+        trainer(max_epochs=-1, limit_val_batches=0).fit(Silent(), data)  # run until the second host has answered
     assert all(host.address in str(caught.value) for host in hosts)
 
 
 class Silent(Model):
-    """Notes nothing."""
+    """Records nothing."""
 
     def training_step(self, batch, batch_idx):
         return self.loss()
@@ -223,7 +223,7 @@ class Silent(Model):
 
 
 class ByRank(Data):
-    """Splits the data itself."""
+    """A DataModule that splits its data by rank."""
 
     def train_dataloader(self):
         ranks = self.trainer.global_rank, self.trainer.world_size
@@ -231,7 +231,7 @@ class ByRank(Data):
 
 
 class Distributed(Data):
-    """Leaves that to torch's sampler."""
+    """A DataModule that leaves the split to torch's sampler."""
 
     def train_dataloader(self):
         sampler = DistributedSampler(self.rows, self.trainer.world_size, self.trainer.global_rank)
@@ -239,7 +239,7 @@ class Distributed(Data):
 
 
 def test_a_hook_that_splits_by_rank_is_an_error(hosts, tmp_path, monkeypatch):
-    """It runs once for all ranks. A DistributedSampler gets the rank of each trainer."""
+    """A hook runs once for all ranks, so it cannot split by rank. A DistributedSampler gets each trainer's rank."""
     own = trainer(max_epochs=1)
     monkeypatch.setattr(type(own), "world_size", 2)
     for kind in (ByRank, Distributed):
@@ -257,20 +257,20 @@ def test_a_hook_that_splits_by_rank_is_an_error(hosts, tmp_path, monkeypatch):
 
 
 class Failing(Data):
-    """Its hook fails."""
+    """A DataModule whose hook fails."""
 
     def setup(self, stage):
         raise FileNotFoundError("no such channel")
 
 
 def test_the_error_of_a_hook_arrives(hosts, tmp_path):
-    """With the hook, the host, and the traceback."""
+    """A hook's error arrives with the hook, the host and the traceback."""
     with pytest.raises(DataServiceError, match=r"(?s)no such channel.*setup\('fit'\).*raise FileNotFoundError"):
         trainer().fit(Model(), remote(hosts, Failing(tmp_path / "rows")))
 
 
 def test_a_data_module_that_cannot_be_pickled_is_an_error(hosts, tmp_path):
-    """The attribute, and where to create it."""
+    """The error names the attribute and where to create it."""
     data = Data(tmp_path / "rows")
     data.lock = threading.Lock()
     with pytest.raises(DataSettingsError, match=r"Data\.lock is a lock.*Create what cannot be pickled in setup"):
@@ -278,7 +278,7 @@ def test_a_data_module_that_cannot_be_pickled_is_an_error(hosts, tmp_path):
 
 
 class Counted(Data):
-    """Notes on disk which hooks have run on which host."""
+    """Records in a file which hooks have run on which host."""
 
     def _note(self, hook):
         with self.path.with_suffix(".hooks").open("a") as file:
@@ -294,7 +294,7 @@ class Counted(Data):
 
 
 class Killing(Model):
-    """Kills a data host in the middle of an epoch, and waits until it is back."""
+    """Kills a data host in mid-epoch, and restarts it."""
 
     def __init__(self, host):
         super().__init__()
@@ -308,7 +308,7 @@ class Killing(Model):
 
 
 def test_a_host_that_comes_back_runs_the_hooks_again(tmp_path):
-    """All that an iterator needs is made once more, and the run is the same."""
+    """A restarted host recreates all that an iterator needs, and the run is the same."""
     stock = a_run(Data(tmp_path / "stock"))
     with running(Host("a")) as (host,):
         data = remote([host], Counted(tmp_path / "rows"))
@@ -322,7 +322,7 @@ def test_a_host_that_comes_back_runs_the_hooks_again(tmp_path):
 
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_prepare_data_runs_on_each_host_or_on_one(hosts, tmp_path, everywhere):
-    """As ``prepare_data_per_node`` says; with a shared disk, two hosts would write the same files."""
+    """``prepare_data_per_node`` decides: on a shared disk, two hosts would write the same files."""
     data = Counted(tmp_path / "rows")
     data.prepare_data_per_node = everywhere
     data = remote(hosts, data)

@@ -1,4 +1,4 @@
-"""Nonsense from either end is an error that says so, soon; the other end neither hangs nor ends."""
+"""Nonsense from either end soon raises a clear error; the other end neither hangs nor exits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.integration.data.fakes import FakeHost, FakeTrainer
 
 pytestmark = pytest.mark.processes
 
-# Far more than it takes, although processes start for seconds, and far less than a trainer waits for batches.
+# Far longer than an error takes, although processes take seconds to start, and far shorter than a trainer waits for
+# batches.
 SOON_S = 30.0
 
 
@@ -60,7 +61,7 @@ ANSWERS = {
 
 
 def params(rows, *cheap):
-    """Rows, of which all but some only widen what these show."""
+    """Return rows as parameters; all but the cheap ones only widen coverage."""
     return [pytest.param(row, marks=[] if row in cheap else [pytest.mark.proof]) for row in rows]
 
 
@@ -75,7 +76,7 @@ def params(rows, *cheap):
     ),
 )
 def test_a_broken_answer_is_an_error_of_the_trainer(what):
-    """Whatever a data host sends in place of a batch, the trainer names it within seconds."""
+    """The trainer reports any broken answer within seconds."""
     host = FakeHost(ANSWERS[what])
     with host.serving() as address, remote([address], batch_timeout_s=60) as module:
         loader = module.train_dataloader()
@@ -106,7 +107,7 @@ CHEAP = {("heartbeat", "no JSON"), ("opened", "another kind")}
     ],
 )
 def test_a_nonsensical_answer_to_a_call_is_an_error_of_the_trainer(method, what):
-    """Whatever a data host says of itself or of sources, the trainer names it within seconds."""
+    """The trainer reports a nonsensical answer about the host or its sources within seconds."""
     host = FakeHost()
     setattr(host, method, REPLIES[what])
     began = time.monotonic()
@@ -135,13 +136,13 @@ REQUESTS = {
 
 
 def spec(opening="", **changed):
-    """Return an encoded request for two batches that is right but for what is changed."""
+    """Return an encoded request for two batches that is correct except for the changes."""
     indices = [pickle.dumps([0, 1, 2, 3]), pickle.dumps([4, 5, 6, 7])]
     values = {"rank": 0, "world_size": 1, "seed": 0, "first": 0, "num_batches": 2, "indices": indices}
     return FetchSpec(opening=opening, **{**values, **changed}).encode()
 
 
-# What a data host closes the stream at, and what it answers.
+# Messages at which a data host closes the stream, and requests that it answers with a failure.
 BROKEN_STREAMS = [
     b"nonsense",
     frame(1, FrameKind.FETCH, 100),
@@ -164,7 +165,7 @@ FAILING_SPECS = [
 
 
 def assert_survives(address, opening):
-    """Say everything wrong that there is to a data host whose loaders are open."""
+    """Send every kind of wrong message to a data host whose loaders are open."""
     with FakeTrainer(address) as trainer:
         for name, requests in REQUESTS.items():
             for request in requests:
@@ -186,7 +187,7 @@ def assert_survives(address, opening):
 
 
 def test_a_data_host_survives_what_trainers_say(pool):
-    """Nonsense is refused, call by call and stream by stream, and others get their batches before and after."""
+    """Nonsense is refused per call and per stream, and other trainers get their batches before and after."""
     host = pool.serve(lambda: DataLoader(list(range(8)), batch_size=4))[0]
     with remote([host]) as module:
         loader = module.train_dataloader()

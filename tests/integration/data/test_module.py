@@ -1,4 +1,4 @@
-"""RemoteDataModule is the user's DataModule: state, checkpoints, copies; and what is reported on its loaders."""
+"""RemoteDataModule as the user's DataModule: its state, checkpoints and copies, and the metrics of its loaders."""
 
 import copy
 import logging
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 
 
 class InMemory(Logger):
-    """Keeps metrics and hyperparameters."""
+    """A logger that keeps metrics and hyperparameters."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class InMemory(Logger):
     ],
 )
 def test_copies_work(cluster, copied):
-    """Also of a module that a Trainer holds, as strategies that spawn need it."""
+    """A module that a Trainer holds can be copied, as strategies that spawn processes require."""
     module = cluster.module()
     model, _ = cluster.fit("sequential", data=module, max_epochs=1)
     again, _ = cluster.fit("sequential", data=copied(module), max_epochs=1)
@@ -51,7 +51,7 @@ def test_copies_work(cluster, copied):
 
 
 class Ours(Data):
-    """Strict in what it loads."""
+    """A DataModule that accepts only its expected state."""
 
     def load_state_dict(self, state_dict):
         assert state_dict == {"own": 7}
@@ -60,7 +60,7 @@ class Ours(Data):
 
 @pytest.mark.parametrize("is_remote_first", [True, False])
 def test_checkpoints_have_the_state_of_the_users_datamodule(cluster, is_remote_first):
-    """Under the name of its class, so that a training resumes with and without data hosts."""
+    """The state is saved under the name of its class, so a training resumes with and without data hosts."""
     first, second = Ours(cluster.folder), Ours(cluster.folder)
     first.own = 7
     cluster.module(first if is_remote_first else second)
@@ -73,7 +73,7 @@ def test_checkpoints_have_the_state_of_the_users_datamodule(cluster, is_remote_f
 
 
 def test_metrics_reach_the_logger(cluster, caplog):
-    """Waiting, rates and repairs; and one line at the end of each epoch, for all hosts, if nothing is wrong."""
+    """Waits, rates and retries are logged as metrics; without a problem, the log has at most one line per epoch."""
     caplog.set_level(logging.INFO, "lightning_sm")
     logger = InMemory()
     cluster.fit("sequential", "small", logger=logger, log_every_n_steps=2)
@@ -91,5 +91,6 @@ def test_metrics_reach_the_logger(cluster, caplog):
         assert found["time/step_ms"] >= found["time/data_wait_ms"] >= 0
     assert logger.hparams == {"width": 2}
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_sm.data")]
-    # Of a few batches, a host may build none on a busy machine, or the training may wait for a second.
+    # On a busy machine, a host may build none of these few batches, or the training may wait for a second: both are
+    # logged.
     assert not [line for line in lines if ": no batch built, of " not in line and not line.startswith("Epoch ")]

@@ -1,4 +1,4 @@
-"""Trainer and data hosts with a network each, whose wires are cut and mended."""
+"""A trainer and data hosts in separate network namespaces, whose links are cut and restored."""
 
 import contextlib
 import os
@@ -24,13 +24,13 @@ pytestmark = [
     pytest.mark.skipif(_IP is None, reason="needs ip (Debian package iproute2)"),
 ]
 
-# A host that answers nothing is given up after two beats of a second each, half a second apart.
+# A silent host is given up after two heartbeats of one second each, half a second apart.
 LONGEST_GAP_S = 8.0
-# And the other one starts its worker.
+# The other host also has to start its worker.
 LONGEST_REPLACEMENT_S = 20.0
-# TCP tries again in growing steps.
+# TCP retries at growing intervals.
 LONGEST_ADOPTION_S = 20.0
-# As promised for a trainer that a data host does not trust.
+# Promised for a trainer that a data host does not trust.
 LONGEST_REFUSAL_S = 30.0
 
 
@@ -40,10 +40,10 @@ def ip(*arguments):
 
 
 class Network:
-    """Namespaces with an ``eth0`` each, joined by a bridge in another one.
+    """Namespaces with one ``eth0`` each, joined by a bridge in another namespace.
 
     Args:
-        size: How many.
+        size: Number of namespaces.
     """
 
     def __init__(self, size):
@@ -76,12 +76,12 @@ class Network:
         return f"{self._prefix}-{number}"
 
     def wire(self, number, state):
-        """Cut the wire of a namespace ("down"), without a word to either end of a connection, or mend it ("up")."""
+        """Cut a namespace's link ("down"), unnoticed by either end of a connection, or restore it ("up")."""
         ip("-n", self._switch, "link", "set", f"port{number}", state)
 
     @contextlib.contextmanager
     def process(self, number, *arguments, stderr=None):
-        """Run one end of the data service in a namespace."""
+        """Run a trainer or a data host in a namespace."""
         command = [_IP, "netns", "exec", self._space(number), sys.executable, str(SCRIPTS / "across_the_network.py")]
         env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
         env[JOB_SECRET.name] = "of both ends " * 4
@@ -95,15 +95,15 @@ class Network:
 
 
 def error_of(trainer):
-    """The error that a trainer says it got: its name, after how many seconds, and its text."""
+    """Return the error that a trainer got: its name, after how many seconds, and its text."""
     name, seconds, text = re.match(r"(\w+) after ([\d.]+): (.*)", trainer.stdout.readline()).groups()
     return name, float(seconds), text
 
 
 def test_a_cut_network_is_survived_and_healed():
-    """With one of two hosts cut off, the epoch continues, bit for bit; once it is back, it can replace the other one.
+    """With one of two hosts cut off, the epoch continues, bit for bit; a reconnected host can replace the other one.
 
-    With both cut off, the error names both.
+    With both hosts cut off, the error names both.
     """
     with Network(3) as network, contextlib.ExitStack() as stack:
         trainer_number, data_numbers = 0, (1, 2)
@@ -140,7 +140,7 @@ def test_a_cut_network_is_survived_and_healed():
 
 
 def test_a_trainer_from_an_unknown_address_is_refused_by_name():
-    """Within 30 s, on both ends: the trainer names its own address and the setting, the data host what it trusts."""
+    """Within 30 s, the trainer names its address and the setting, and the data host logs what it trusts."""
     serve = ("serve", "10.78.0.2:7000", "10.78.0.9")
     with Network(2) as network, network.process(1, *serve, stderr=subprocess.PIPE) as host:
         assert host.stdout.readline() == "listening\n"

@@ -1,4 +1,4 @@
-"""What all ranks of a host would log is logged once."""
+"""Messages that all ranks of a host would log are logged once."""
 
 import pytest
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 60
 
 @pytest.mark.parametrize("is_quiet", [False, True])
 def test_the_first_rank_of_a_host_reports_a_lost_connection(capfd, is_quiet):
-    """It is counted on all of them."""
+    """Only the first rank logs the lost connection, and all ranks count it."""
     client = None
     try:
         with FakeHost().serving() as address:

@@ -1,4 +1,4 @@
-"""Two ranks on data hosts of which one is killed see what they see on hosts that live."""
+"""Two ranks see the same batches whether or not one of their data hosts is killed."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.integration.hosts import REPOSITORY, SCRIPTS
 from tests.integration.scripts.train_ranks import NUM_TEST, NUM_TRAIN
 from tests.quick_processes import python_path
 
-# tests/integration/data/test_same_as_stock.py shows that ranks see what they see without data hosts.
+# tests/integration/data/test_same_as_stock.py shows that ranks see the same batches without data hosts.
 pytestmark = [pytest.mark.processes, pytest.mark.proof]
 
 STAGES = {"train 0": NUM_TRAIN, "train 1": NUM_TRAIN, "val 0": NUM_TEST, "val 1": NUM_TEST, "test 2": NUM_TEST}
@@ -20,7 +20,7 @@ TIMEOUT_S = 180
 
 
 def run(folder, *hosts, **variables):
-    """Train on hosts; what each rank saw."""
+    """Train on hosts, and return what each rank saw."""
     folder.mkdir()
     env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1", "SEEN": str(folder)}
     env |= {"ADDRESSES": " ".join(host.address for host in hosts), **variables}
@@ -31,7 +31,7 @@ def run(folder, *hosts, **variables):
 
 
 def test_a_data_host_that_is_killed_is_not_missed(tmp_path):
-    """SIGKILL in the middle of the first epoch: the same, bit for bit, and every sample."""
+    """After SIGKILL in the first epoch, the ranks see the same batches, bit for bit, and every sample."""
     deadly = tmp_path / "killed"
     with DataHost(workers=1) as first, DataHost(workers=1) as second:
         whole = run(tmp_path / "whole", first, second)

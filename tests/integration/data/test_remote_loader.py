@@ -1,4 +1,4 @@
-"""Loaders whose workers are on data hosts, read by hand: batches, streams, errors."""
+"""Loaders with their workers on data hosts, iterated by hand: batches, streams and errors."""
 
 import collections
 import copy
@@ -15,14 +15,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 from lightning_sm.errors import DataServiceError, DataSettingsError, RemoteTransformError
 from tests.integration.data.cluster import remote
 
-# Of torch: there may be fewer cores than a loader has workers.
+# torch warns if a loader has more workers than there are cores.
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 Point = collections.namedtuple("Point", "x y")
 
 
 class Rows(Dataset):
-    """Samples with noise, also of a generator that the dataset holds."""
+    """Samples with noise from the global generators and from one that the dataset holds."""
 
     def __init__(self, length=37):
         self.length, self.held = length, np.random.default_rng()
@@ -36,7 +36,7 @@ class Rows(Dataset):
 
 
 class Numbers(IterableDataset):
-    """Numbers with noise, which workers share, and how often the dataset was opened."""
+    """A stream of numbers with noise, split by worker, that counts how often it was opened."""
 
     def __init__(self, length=37):
         self.length, self.times = length, 0
@@ -58,7 +58,7 @@ class Holder:
 
 
 def of_many_types(samples):
-    """What a collate function may return."""
+    """Return a batch with many of the types that a collate function may return."""
     whole = torch.arange(1000.0)
     return {
         "named tuple": Point(torch.ones(2), 1),
@@ -77,7 +77,7 @@ def of_many_types(samples):
 
 
 class Neighbors(DataLoader):
-    """A class with an iterator of its own around that of DataLoader, as PyTorch Geometric has."""
+    """A loader that wraps DataLoader's iterator, as in PyTorch Geometric."""
 
     def _get_iterator(self):
         return map(self.after, super()._get_iterator())
@@ -87,19 +87,19 @@ class Neighbors(DataLoader):
 
 
 def read(pool, make, epochs=1):
-    """Read a loader in the data hosts of all tests; a list for each epoch."""
+    """Read a loader on the shared data hosts; return a list of batches for each epoch."""
     with remote(pool.serve(make)) as module:
         loader = module.train_dataloader()
         return [copy.deepcopy(list(loader)) for _ in range(epochs)]
 
 
 def plain(batches, without=()):
-    """Batches as values that can be compared."""
+    """Return batches as values that can be compared."""
     return [{name: value.tolist() for name, value in batch.items() if name not in without} for batch in batches]
 
 
 def test_a_loader_is_what_it_was_and_has_the_same_batches(pool):
-    """A subclass with an iterator of its own, in the order of its own generator, twice."""
+    """A subclass that wraps the iterator keeps its class, and its generator's order in two epochs."""
 
     def make():
         return Neighbors(Rows(), 5, shuffle=True, generator=torch.Generator().manual_seed(3))
@@ -114,7 +114,7 @@ def test_a_loader_is_what_it_was_and_has_the_same_batches(pool):
 
 
 def test_random_numbers_follow_from_the_batch_alone(pool):
-    """Whatever the hosts and their workers; with persistent workers, each epoch has others."""
+    """Random numbers do not depend on hosts or workers; with persistent workers, they differ between epochs."""
 
     def make():
         return DataLoader(Rows(), 5, num_workers=2, persistent_workers=True)
@@ -142,7 +142,7 @@ def test_random_numbers_follow_from_the_batch_alone(pool):
     ids=str,
 )
 def test_a_stream_is_that_of_a_local_loader(pool, options):
-    """With its random numbers, for several epochs; some workers have fewer batches than others."""
+    """Batches and random numbers are those of a local loader for two epochs, even with uneven shares."""
 
     def make():
         return DataLoader(Numbers(), **options)
@@ -154,9 +154,9 @@ def test_a_stream_is_that_of_a_local_loader(pool, options):
     assert [[batch.tolist() for batch in epoch] for epoch in read(pool, make, 2)] == expected
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # torch's, once in a process
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # torch warns once per process
 def test_batches_of_many_types_arrive(pool):
-    """As from workers of DataLoader, with classes of the script, shared memory and strides."""
+    """Batches arrive as from DataLoader's workers, with classes of the script, shared memory and strides."""
     with remote(pool.serve(lambda: DataLoader(Rows(4), 2, collate_fn=of_many_types))) as module:
         batch = next(iter(module.train_dataloader()))
     expected = of_many_types([1, 2])
@@ -167,7 +167,7 @@ def test_batches_of_many_types_arrive(pool):
     assert torch.equal(batch["sparse"].to_dense(), torch.eye(30))
     assert torch.equal(batch["sparse by row"].to_dense(), torch.eye(30))
     assert batch["sparse"].is_coalesced()
-    # Where torch keeps what it has unpickled, until something is loaded.
+    # torch keeps what it has unpickled here until something is loaded.
     assert not torch._utils._sparse_tensors_to_validate
     whole, part = batch["views"]
     whole[10] = -1
@@ -175,7 +175,7 @@ def test_batches_of_many_types_arrive(pool):
 
 
 def test_what_cannot_be_pickled_is_named(pool):
-    """With its path, and what to do."""
+    """The error names the path of the attribute that cannot be pickled, and a remedy."""
     dataset = Rows()
     with open(os.devnull) as file, remote(pool.serve(lambda: DataLoader(dataset))) as module:
         dataset.files = {"log": file}
@@ -185,7 +185,7 @@ def test_what_cannot_be_pickled_is_named(pool):
 
 
 class Failing(Rows):
-    """A sample cannot be read."""
+    """A dataset with a sample that cannot be read."""
 
     def __getitem__(self, index):
         if index == 7:
@@ -194,7 +194,7 @@ class Failing(Rows):
 
 
 class Deadly(Rows):
-    """A sample ends the process that reads it."""
+    """A dataset with a sample that makes the process that reads it exit."""
 
     def __getitem__(self, index):
         if index == 7:
@@ -210,7 +210,7 @@ class Deadly(Rows):
     ],
 )
 def test_the_batch_before_a_bad_sample_arrives(pool, dataset, error, text):
-    """Then comes the error, which names the sample."""
+    """A bad sample's error, which names the sample, is raised after the batches before it."""
     with remote(pool.serve(lambda: DataLoader(dataset(), 3))) as module:
         batches = iter(module.train_dataloader())
         assert [next(batches)["index"].tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
@@ -219,7 +219,7 @@ def test_the_batch_before_a_bad_sample_arrives(pool, dataset, error, text):
 
 
 class Broken(Sampler):
-    """Ends with an error."""
+    """A sampler that raises an error after three indices."""
 
     def __iter__(self):
         yield from range(3)
@@ -230,7 +230,7 @@ class Broken(Sampler):
 
 
 def test_the_error_of_a_sampler_comes_in_its_place(pool):
-    """After the batches before, although it runs ahead of them."""
+    """A sampler's error is raised after the batches before it, although the sampler runs ahead of them."""
     read_before = []
     with (
         remote(pool.serve(lambda: DataLoader(Rows(), 1, sampler=Broken()))) as module,
@@ -241,21 +241,21 @@ def test_the_error_of_a_sampler_comes_in_its_place(pool):
 
 
 class Local(DataLoader):
-    """A loader with an iterator of its own, as torchdata's."""
+    """A loader with an iterator that replaces DataLoader's, as in torchdata."""
 
     def _get_iterator(self):
         return iter([1, 2])
 
 
 class Filtered(DataLoader):
-    """A loader that changes what DataLoader's iterator gives, as that of PyTorch Geometric."""
+    """A loader that changes the batches of DataLoader's iterator, as in PyTorch Geometric."""
 
     def __iter__(self):
         return (batch["index"].tolist() for batch in super().__iter__())
 
 
 def test_what_stays_local_is_said_once(pool, caplog):
-    """A loader that reaches DataLoader's iterator has its workers on data hosts."""
+    """A loader that replaces DataLoader's iterator stays local, with one warning; one that uses it is remote."""
     rows = Rows(3)
     with remote(pool.serve(lambda: {"own": Local(rows), "remote": Filtered(rows, 2)})) as module:
         for _ in range(2):
@@ -267,7 +267,7 @@ def test_what_stays_local_is_said_once(pool, caplog):
 
 
 def test_shared_memory_does_not_cross_machines(pool, caplog):
-    """A shared value is an error that says what to do; a shared tensor is copied, with a warning."""
+    """A shared value raises an error with a remedy; a shared tensor is copied, with a warning."""
     dataset = Rows(3)
     dataset.table = torch.zeros(3).share_memory_()
     with remote(pool.serve(lambda: DataLoader(dataset))) as module:

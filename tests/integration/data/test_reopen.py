@@ -1,4 +1,4 @@
-"""What is opened again, and what stays as it is."""
+"""Sources that are opened again after a reconnection, and workers that continue."""
 
 import contextlib
 import json
@@ -30,22 +30,22 @@ class Owner:
         self.ups.release()
 
     def link_lost(self, link):
-        """Nothing to do."""
+        """Ignore lost connections."""
 
     def link_opened_source(self, link, name, outcome):
-        """No problem."""
+        """Ignore the outcome."""
 
     def fail(self, pass_id, error):
         raise error
 
     def link_frame(self, *_):
-        """No batch is requested."""
+        """Ignore frames: no batch is requested."""
 
     link_piece = link_frame
 
 
 class Asked(FakeHost):
-    """Notes which openings it is asked for."""
+    """Records which openings it is asked for."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Asked(FakeHost):
 
 
 def test_a_host_that_comes_back_opens_what_is_in_use_and_not_what_was():
-    """Sources of earlier iterators stay closed."""
+    """The host does not reopen sources of earlier iterators."""
     _, topology, ports = reserve_job({"trainer": ["algo-1"], "data": ["algo-2"]})
     host, owner, address = Asked(), Owner(), f"127.0.0.1:{topology.data_port}"
     link = HostLink(address, credentials(), HeartbeatRequest("rank 0", 1), owner)
@@ -70,7 +70,7 @@ def test_a_host_that_comes_back_opens_what_is_in_use_and_not_what_was():
             for number in (0, 2, 4):
                 link.release_source(f"source {number}")
             assert owner.ups.acquire(timeout=30)
-            # It may have come up before all of them were wanted.
+            # The host may have come up before all sources were wanted.
             until(lambda: host.asked[-1:] == [["source 1", "source 3"]], "the host to open what was wanted later", 30.0)
         host.asked.clear()
         with host.serving(where=address):
@@ -80,7 +80,7 @@ def test_a_host_that_comes_back_opens_what_is_in_use_and_not_what_was():
 
 
 class Readers(Dataset):
-    """Says which process read a sample, in the how manyth place."""
+    """Samples that consist of the id of the process that read them and its number of reads."""
 
     def __init__(self):
         self.num_read = 0
@@ -94,7 +94,7 @@ class Readers(Dataset):
 
 
 def test_validation_leaves_the_workers_of_the_training_as_they_are(pool):
-    """Their caches and open files are still there in the next epoch; validation has workers of its own."""
+    """Training workers keep their caches and open files between epochs, because validation has separate workers."""
 
     def read(loader):
         numbers = [(int(pid), int(number)) for pids, counts in loader for pid, number in zip(pids, counts, strict=True)]

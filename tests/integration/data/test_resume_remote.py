@@ -1,4 +1,4 @@
-"""A training resumes in mid-epoch with the batch that would come next, with data hosts and without."""
+"""A training resumes in mid-epoch with the next batch, with data hosts and without."""
 
 import itertools
 import random
@@ -20,7 +20,7 @@ from tests.integration import interrupted_fits
 from tests.integration.data.datasets import Data
 from tests.integration.data.numbers import quiet_trainer
 
-# Of torch: there may be fewer cores than a loader has workers.
+# torch warns if a loader has more workers than there are cores.
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 NUM_SAMPLES, BATCH_SIZE = 47, 4
@@ -28,14 +28,14 @@ NUM_STEPS = 12
 
 
 def sample(index, notes):
-    """A sample with noise, which notes that it was read, wherever that was."""
+    """Return a sample with noise, and record in a file that it was read, on whichever host."""
     with open(notes, "ab", buffering=0) as file:
         file.write(b"%d\n" % index)
     return torch.tensor([index, random.random(), np.random.rand(), torch.rand(1).item()], dtype=torch.float64)
 
 
 class Rows(Dataset):
-    """Samples by their index."""
+    """Samples by index."""
 
     def __init__(self, notes, length=NUM_SAMPLES):
         self.notes, self.length = notes, length
@@ -48,7 +48,7 @@ class Rows(Dataset):
 
 
 class Stream(IterableDataset):
-    """Samples that workers share unevenly: the second one has a third of them."""
+    """A stream that workers share unevenly: the second worker has a third of the samples."""
 
     def __init__(self, notes):
         self.notes = notes
@@ -78,7 +78,7 @@ LOADERS = {
 
 
 class Recorder(LightningModule):
-    """Keeps its batches, with noise of the training process, and what was read until the end of its first epoch."""
+    """Keeps its batches, with noise of the training process, and the samples read by the end of its first epoch."""
 
     def __init__(self, notes, asks_for_steps=False):
         super().__init__()
@@ -102,7 +102,7 @@ class Recorder(LightningModule):
 
 
 class SaveAt(Callback):
-    """Saves checkpoints after some steps."""
+    """Saves a checkpoint after each of some steps."""
 
     def __init__(self, folder, steps):
         self.folder, self.steps = folder, steps
@@ -113,12 +113,12 @@ class SaveAt(Callback):
 
 
 def reads(notes):
-    """The samples that were read since the notes were removed."""
+    """Return the samples that were read since the notes were removed."""
     return [int(line) for line in notes.read_bytes().split()] if notes.exists() else []
 
 
 def fit(folder, make, hosts=(), *callbacks, ckpt=None, save_at=(), asks_for_steps=False, max_epochs=2, **trainer):
-    """Train, with the loaders on data hosts if there are any; the model."""
+    """Train, with the loaders on data hosts if there are any, and return the model."""
     notes = folder / "notes"
     notes.unlink(missing_ok=True)
     seed_everything(3, verbose=False)
@@ -133,18 +133,18 @@ def fit(folder, make, hosts=(), *callbacks, ckpt=None, save_at=(), asks_for_step
 
 
 def after(seen, step):
-    """What was seen after some steps."""
+    """Return what was seen after a number of steps."""
     return dict(list(seen.items())[step:])
 
 
 def ids(seen):
-    """The samples alone."""
+    """Return the samples without their noise."""
     return {key: [[int(row[0]) for row in part] for part in values] for key, (values, _) in seen.items()}
 
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_the_rest_of_a_run_is_that_of_an_uninterrupted_one(pool, tmp_path, loader):
-    """With other data hosts, in any epoch, twice in one, and at its end; what is done is not read again."""
+    """A run resumes on other data hosts, in any epoch, twice in one, and at its end, and rereads no finished sample."""
     make = LOADERS[loader]
     whole = fit(tmp_path, make, pool.hosts, save_at=(5, NUM_STEPS, NUM_STEPS + 7)).seen
     first = fit(tmp_path, make, pool.hosts[:1], ckpt=tmp_path / "5.ckpt", save_at=(9,))
@@ -158,7 +158,7 @@ def test_the_rest_of_a_run_is_that_of_an_uninterrupted_one(pool, tmp_path, loade
 
 
 def test_a_scheduler_may_ask_for_the_number_of_steps(pool, tmp_path):
-    """Then Lightning begins the passes over the loaders before it restores its progress."""
+    """Asking for the number of steps makes Lightning open the loaders before it restores its progress."""
     make = LOADERS["shuffled"]
     whole = fit(tmp_path, make, pool.hosts, asks_for_steps=True, save_at=(5, NUM_STEPS)).seen
     for step in (5, NUM_STEPS):
@@ -168,7 +168,7 @@ def test_a_scheduler_may_ask_for_the_number_of_steps(pool, tmp_path):
 
 @pytest.mark.parametrize("begins", ["with data hosts", "without"])
 def test_data_hosts_may_come_and_go(pool, tmp_path, begins):
-    """The same samples follow, in the same order."""
+    """A run resumes with the same samples in the same order when data hosts are added or removed."""
     make = LOADERS["shuffled"]
     turns = [pool.hosts, (), pool.hosts] if begins == "with data hosts" else [(), pool.hosts, ()]
     whole = ids(fit(tmp_path, make, turns[0], save_at=(5,)).seen)
@@ -178,7 +178,7 @@ def test_data_hosts_may_come_and_go(pool, tmp_path, begins):
 
 
 def test_a_stream_without_data_hosts_begins_again(pool, tmp_path, caplog):
-    """And the log says so."""
+    """Without data hosts, a stream restarts from its first batch, and the log reports it."""
     whole = fit(tmp_path, LOADERS["stream"], pool.hosts, save_at=(5,), max_epochs=1)
     again = fit(tmp_path, LOADERS["stream"], ckpt=tmp_path / "5.ckpt", max_epochs=1)
     assert ids(again.seen)[0, 5] == ids(whole.seen)[0, 0]
@@ -186,7 +186,7 @@ def test_a_stream_without_data_hosts_begins_again(pool, tmp_path, caplog):
 
 
 def test_a_loader_beside_a_stream_goes_on_without_data_hosts(tmp_path, caplog):
-    """Although Lightning fetches a batch from both before any hook."""
+    """The loader beside a stream resumes, although Lightning fetches a batch from both before any hook."""
     make = LOADERS["beside a stream"]
     whole = ids(fit(tmp_path, make, save_at=(5,), max_epochs=1).seen)
     again = ids(fit(tmp_path, make, ckpt=tmp_path / "5.ckpt", max_epochs=1).seen)
@@ -196,7 +196,7 @@ def test_a_loader_beside_a_stream_goes_on_without_data_hosts(tmp_path, caplog):
 
 
 def test_a_stream_needs_the_workers_that_have_read_it(pool, tmp_path):
-    """Another number is an error."""
+    """A stream resumed with another number of workers raises an error."""
     fit(tmp_path, LOADERS["stream"], pool.hosts, save_at=(5,), max_epochs=1)
     other = lambda notes: DataLoader(Stream(notes), BATCH_SIZE, num_workers=1)  # noqa: E731
     with pytest.raises(ResumeError, match=r"on 1 rank with num_workers=2 .* this run has 1 rank with num_workers=1"):
@@ -204,7 +204,7 @@ def test_a_stream_needs_the_workers_that_have_read_it(pool, tmp_path):
 
 
 class Writes(Callback):
-    """Writes what a rank, which is a fork, has seen into a file."""
+    """Writes what its rank, a forked process, has seen to a file."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -214,21 +214,21 @@ class Writes(Callback):
 
 
 def on_ranks(number, folder, make, hosts=(), **settings):
-    """Train an epoch on some ranks, which are forks of this process; what each has seen."""
+    """Train an epoch on ranks that are forked from this process, and return what each has seen."""
     strategy = DDPStrategy(start_method="fork", process_group_backend="gloo")
     fit(folder, make, hosts, Writes(folder), max_epochs=1, devices=number, strategy=strategy, **settings)
     return [torch.load(folder / f"rank-{rank}") for rank in range(number)]
 
 
 def together(ranks):
-    """The samples of each step of all ranks."""
+    """Return the samples of each step, of all ranks together."""
     seen = [ids(rank) for rank in ranks]
     return {key: [index for rank in seen for index in rank[key][0]] for key in seen[0]}
 
 
 @pytest.mark.parametrize("loader", ["shuffled", "stream"])
 def test_each_rank_goes_on_with_its_own_random_numbers(pool, tmp_path, loader):
-    """They differ between ranks, except for those of a stream, as with local workers."""
+    """Random numbers differ between ranks, except in a stream, as with local workers."""
     make = LOADERS[loader]
     whole = on_ranks(2, tmp_path, make, pool.hosts, save_at=(3,))
     assert on_ranks(2, tmp_path, make, pool.hosts[1:], ckpt=tmp_path / "3.ckpt") == [after(one, 3) for one in whole]
@@ -245,7 +245,7 @@ def test_an_epoch_goes_on_with_other_ranks(pool, tmp_path):
     assert list(three) == [(0, 3)]
     steps = [*two.values()][:2] + [*one.values()][:5] + [*three.values()]
     assert sorted(itertools.chain(*steps)) == list(range(48))
-    # After 32 samples, of which the last 8 are those of a step of three ranks.
+    # Resume after 32 samples: three ranks train on 12 samples a step, so they repeat the last 8.
     repeated = together(on_ranks(3, tmp_path, make, ckpt=tmp_path / "6.ckpt"))
     assert sorted(repeated[0, 2]) == sorted(itertools.chain(*[*one.values()][2:5]))
 
@@ -258,7 +258,7 @@ def test_an_epoch_goes_on_with_other_ranks(pool, tmp_path):
     ],
 )
 def test_an_order_of_other_ranks_is_an_error(tmp_path, changes, text):
-    """Unless it is that of a DistributedSampler; at the end of an epoch, it is none."""
+    """In mid-epoch, another order is an error unless a DistributedSampler made it; between epochs, it is accepted."""
     make = LOADERS["no workers of its own"]
     fit(tmp_path, make, save_at=(5, NUM_STEPS), max_epochs=1)
     for step in (5, NUM_STEPS):
@@ -285,7 +285,7 @@ class Noise(Dataset):
 
 
 class NoisyStream(IterableDataset):
-    """The same as a stream, with a second worker that has fewer."""
+    """The same points as a stream, with a second worker that has fewer of them."""
 
     def __iter__(self):
         rows, number = Noise(), get_worker_info().id
@@ -293,14 +293,14 @@ class NoisyStream(IterableDataset):
 
 
 class Indexed(interrupted_fits.Model):
-    """A model whose batches have noise of data hosts."""
+    """A model whose batches have noise from data hosts."""
 
     def train_dataloader(self):
         return DataLoader(Noise(), interrupted_fits.BATCH_SIZE, shuffle=True, num_workers=2)
 
 
 class Streamed(interrupted_fits.Model):
-    """The same with a stream."""
+    """The same model with a stream."""
 
     def train_dataloader(self):
         return DataLoader(NoisyStream(), interrupted_fits.BATCH_SIZE, num_workers=2)
@@ -309,7 +309,7 @@ class Streamed(interrupted_fits.Model):
 @pytest.mark.usefixtures("restored_signals")
 @pytest.mark.parametrize("cls", [Indexed, Streamed])
 def test_an_interrupted_run_resumes(pool, tmp_path, cls):
-    """Wherever it was interrupted: a batch that has been fetched is not lost."""
+    """A run interrupted at any moment resumes without losing a batch that was fetched."""
 
     def on_hosts():
         connection = ServiceConnection([host.address for host in pool.hosts], DataServiceSettings(), LOCAL_JOB)

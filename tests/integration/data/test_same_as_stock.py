@@ -1,4 +1,4 @@
-"""With the workers of its loaders on data hosts, a script sees the batches of stock Lightning."""
+"""A script whose loaders have their workers on data hosts sees the same batches as with stock Lightning."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 
-# Stateful samplers that are not read to the end, streams, batch samplers, several Trainers; the last ones have two
+# Stateful samplers that are not read to the end, streams, batch samplers, several Trainers; the last cases have two
 # ranks. `python -m tests.differential.same` runs others.
 CASES = (34, 80, 302, 459, 6, 7)
 MORE = (538, 486, 242, 737, 1358, 144, 939, 1202, 65, 15, 175, 959, 319)
@@ -23,14 +23,14 @@ MORE = (538, 486, 242, 737, 1358, 144, 939, 1202, 65, 15, 175, 959, 319)
 
 @pytest.mark.parametrize("numbers", [CASES, pytest.param(MORE, marks=pytest.mark.proof)], ids=["some", "more"])
 def test_scripts_see_the_batches_of_stock_lightning(numbers):
-    """Nothing but the random numbers of indexed datasets may differ."""
+    """Only the random numbers of indexed datasets may differ."""
     with runner() as run:
         found = {number: run(number) for number in numbers}
     assert not {f"case {number} ({case(number).words})": what for number, what in found.items() if what}
 
 
 def test_what_differs_is_found():
-    """Another batch, one too few, another random number in a stream, and a run that fails."""
+    """The comparison finds another batch, a missing batch, another random number in a stream, and a failed run."""
     number = next(number for number in range(100) if is_stream(case(number)))
     script, key = case(number), Pass(0, "train", 0)
     batches = [Noted(0, [index], [index]) for index in range(3)]
@@ -48,7 +48,7 @@ def is_stream(script):
 
 
 def in_a_job(folder, script, *arguments, trainers, data_hosts, options=()):
-    """Run a script in a job, and return what each rank has written, in the order of the ranks."""
+    """Run a script in a job, and return what each rank wrote, in rank order."""
     groups = ["--group", f"trainer={trainers}", *(["--group", f"data={data_hosts}"] if data_hosts else [])]
     env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [
@@ -73,7 +73,7 @@ def in_a_job(folder, script, *arguments, trainers, data_hosts, options=()):
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    """What two ranks read without data hosts, by their script."""
+    """What two ranks read without data hosts, by script."""
     read = {}
 
     def by(script):
@@ -87,19 +87,19 @@ def stock(tmp_path_factory):
 
 @pytest.mark.parametrize("script", ["read_with_fabric.py", pytest.param("train_many_ways.py", marks=pytest.mark.proof)])
 def test_two_ranks_of_a_job_read_the_same_with_data_hosts(stock, script, tmp_path):
-    """By Fabric, by SageMakerTrainer with and without a DataModule, and by SageMakerCLI."""
+    """Both ranks read the same with Fabric, SageMakerTrainer with and without a DataModule, and SageMakerCLI."""
     assert in_a_job(tmp_path, script, trainers=2, data_hosts=1) == stock(script)
 
 
 @pytest.mark.proof
 def test_two_ranks_of_a_job_read_the_same_where_data_hosts_run_the_hooks(stock, tmp_path):
-    """What trainers get of the hooks: loaders without datasets, attributes, random states."""
+    """Trainers get loaders (without datasets), attributes and random states from hooks that data hosts run."""
     script = "train_many_ways.py"
     assert in_a_job(tmp_path, script, "data", trainers=2, data_hosts=2) == stock(script)
 
 
 def test_a_channel_of_the_data_group_alone_needs_no_line_of_the_script(tmp_path):
-    """With SageMakerTrainer and SageMakerCLI, the data hosts run the hooks, which read it."""
+    """With SageMakerTrainer and SageMakerCLI, data hosts run the hooks, which read the channel."""
     channel = tmp_path / "channel"
     channel.mkdir()
     for number in range(8):

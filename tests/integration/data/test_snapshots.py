@@ -1,4 +1,4 @@
-"""What a data host needs of a rank before it opens a source, and what a rank asks it before there is a DataModule."""
+"""Snapshots that a data host needs before it opens a source, and what ranks ask before they have a DataModule."""
 
 import json
 import os
@@ -33,14 +33,14 @@ def server():
 
 
 def digest_of(content):
-    """Return the name of a snapshot."""
+    """Return the digest that names a snapshot."""
     digest = snapshot_hash()
     digest.update(content)
     return digest.hexdigest()
 
 
 def load(server, content, digest, num_bytes):
-    """Send a snapshot in pieces; return the status of the call."""
+    """Send a snapshot in pieces, and return the status of the call."""
     head = json.dumps({"digest": digest, "num_bytes": num_bytes}).encode()
     pieces = [head, *(content[start : start + 1_000_000] for start in range(0, len(content), 1_000_000))]
     try:
@@ -51,19 +51,19 @@ def load(server, content, digest, num_bytes):
 
 
 def open_sources(server, *digests):
-    """Start a request to open sources, as a rank with a lease."""
+    """Start a call to open sources, as a rank with a lease."""
     server.start("Heartbeat", client="rank 0", world_size=1).result(TIMEOUT_S)
     openings = [asdict(Opening(f"of {digest}", digest)) for digest in digests]
     return server.start("OpenSources", client="rank 0", openings=openings)
 
 
 def missing(server, *digests):
-    """The sources that a host needs first."""
+    """Return the snapshots that the host needs first."""
     return json.loads(open_sources(server, *digests).result(TIMEOUT_S))["missing"]
 
 
 def test_a_host_asks_for_the_snapshots_that_it_lacks(server):
-    """It unpickles nothing before it has them."""
+    """A host unpickles nothing before it has the snapshots."""
     digest = digest_of(CONTENT)
     assert missing(server, digest, "s") == [digest, "s"]
     assert load(server, CONTENT, digest, len(CONTENT)) is grpc.StatusCode.OK
@@ -87,23 +87,23 @@ def test_a_host_asks_for_the_snapshots_that_it_lacks(server):
     ids=["too short", "too long", "other bytes", "nothing"],
 )
 def test_a_broken_snapshot_is_not_taken(server, sent, digest, num_bytes):
-    """Nothing of it reaches the main process, which would unpickle it."""
+    """Nothing of a broken snapshot reaches the main process, which would unpickle it."""
     assert load(server, sent, digest, num_bytes) is grpc.StatusCode.DATA_LOSS
     assert missing(server, digest) == [digest]
 
 
 def connection(address, **settings):
-    """The connection of a trainer."""
+    """Return the connection of a trainer."""
     return ServiceConnection([address], DataServiceSettings(startup_timeout_s=5.0, **settings), "local")
 
 
 def test_a_trainer_learns_the_channels_of_data_hosts(server):
-    """It has none of them, and rank 0 makes the DataModule that reads them."""
+    """Rank 0, which has no channels, gets the data hosts' channels for the DataModule that it creates."""
     assert connection(server.address).host_channels(is_quiet=True) == ("training", "val")
 
 
 def test_a_trainer_that_learns_nothing_says_why(server, monkeypatch):
-    """A host that is not there is awaited for the time that the setting says; a wrong token is an error at once."""
+    """A trainer waits for a missing host until startup_timeout_s; a wrong token is an error at once."""
     with pytest.raises(DataHostUnreachableError, match=r"channels within 5 s \(data_service.startup_timeout_s\)"):
         connection("127.0.0.1:1").host_channels(is_quiet=True)
     monkeypatch.setenv(JOB_SECRET.name, "of another job " * 4)

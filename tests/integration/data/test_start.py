@@ -1,4 +1,4 @@
-"""How the processes of a data host start, and end before they serve."""
+"""How the processes of a data host start, and what stops them before they serve."""
 
 import signal
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 
 def make():
-    """Two batches."""
+    """Return a loader of two batches."""
     return DataLoader(range(4), batch_size=2)
 
 
@@ -31,13 +31,13 @@ class Slow(Dataset):
 
 
 def make_slow():
-    """A batch that never comes."""
+    """Return a loader whose batch never comes."""
     return DataLoader(Slow())
 
 
 @pytest.fixture
 def alarm():
-    """A function that lets a signal handler raise TimeoutError after some seconds."""
+    """A function that makes a signal handler raise TimeoutError after some seconds."""
 
     def expire(*_):
         raise TimeoutError("the user's")
@@ -49,7 +49,7 @@ def alarm():
 
 
 def test_a_data_host_that_does_not_listen_is_an_error(monkeypatch):
-    """It imports for too long: an error says after which time, and its process does not outlive it."""
+    """If imports take too long, an error gives the timeout, and the process is killed."""
     monkeypatch.setattr(data_host, "_START_TIMEOUT_S", 0.1)
     host = DataHost()
     with pytest.raises(DataServiceError, match=r"is not listening after 0\.1 s"):
@@ -58,12 +58,12 @@ def test_a_data_host_that_does_not_listen_is_an_error(monkeypatch):
 
 
 def test_a_timeout_of_the_script_ends_its_waits(alarm, monkeypatch):
-    """A TimeoutError of a signal handler, as pytest-timeout raises it, is neither swallowed nor taken for our own."""
+    """A signal handler's TimeoutError, as from pytest-timeout, is neither swallowed nor mistaken for ours."""
     host, receive = DataHost(), MessageSocket.receive
 
     def receive_until_alarm(sock, timeout_s):
         if timeout_s:
-            alarm(0.1)  # not before: to start the process may take longer
+            alarm(0.1)  # not before: starting the process may take longer
         return receive(sock, timeout_s)
 
     def next_until_alarm(batches):

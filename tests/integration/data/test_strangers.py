@@ -1,4 +1,4 @@
-"""Strangers without the token, from an address that a data host does not trust, and from one that it does."""
+"""Strangers without the token, from an address that a data host trusts and from one that it does not."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ pytestmark = pytest.mark.processes
 OWN, STRANGER = "127.0.0.1", "127.0.0.66"
 TIMEOUT_S = 60.0
 FLOOD_S = 4.0
-# An attack that reaches the trainers' share costs them 4 s and more, also on a quiet machine.
+# An attack that affects trainers delays them by 4 s or more, even on an idle machine.
 LONG_S = 3.0
 MIB = 1 << 20
 
 
 class Server:
-    """The server process of a data host whose main process is this one.
+    """The server process of a data host whose main process is this test.
 
     Args:
-        num_descriptors: Its limit of open descriptors; None: that of this process.
+        num_descriptors: Limit of open descriptors. Default: the limit of this process.
     """
 
     def __init__(self, num_descriptors=None):
         self.process, self.main = start_module("lightning_sm.data.server.process")
-        if num_descriptors is not None:  # it raises its limit when it is told to serve
+        if num_descriptors is not None:  # the server raises its soft limit when it starts to serve
             resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (num_descriptors // 2, num_descriptors))
         self.main.send(Serve(HostSettings("127.0.0.1:0", 2, MIB, None, None, "algo-9", credentials())))
         self.address = self.main.receive(TIMEOUT_S).address
@@ -55,16 +55,16 @@ class Server:
         self.process.wait(TIMEOUT_S)
 
     def memory(self):
-        """Return the most bytes that it ever had."""
+        """Return the peak memory of the server in bytes."""
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
         return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:"))
 
     def num_descriptors(self):
-        """Return how many descriptors are open."""
+        """Return the number of open descriptors of the server."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def add_worker(self, number):
-        """Send it a worker that never answers, and return the worker's end."""
+        """Give the server a worker that never answers, and return the worker's end of the socket."""
         ring = Ring.create(2, MIB)
         ours, theirs = socket.socketpair()
         with theirs:
@@ -75,7 +75,7 @@ class Server:
 
 
 def worst_answer_s(address, seconds):
-    """Return how long a new trainer waited for the slowest of its answers; each of its calls must be answered."""
+    """Return how long the slowest answer to a new trainer took; every call must be answered."""
     with FakeTrainer(address) as trainer:
         return _worst_answer_s(trainer, seconds)
 
@@ -90,7 +90,7 @@ def _worst_answer_s(trainer, seconds):
 
 @contextlib.contextmanager
 def flood(how, address, source):
-    """Attack in a process of its own."""
+    """Attack the server from a separate process."""
     command = [sys.executable, "-m", "tests.fakes.strangers", how, address, source, "60"]
     env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY)}
     with subprocess.Popen(command, env=env, cwd=REPOSITORY) as process:
@@ -103,7 +103,7 @@ def flood(how, address, source):
 
 @pytest.mark.parametrize("how", FLOODS)
 def test_a_flood_from_an_address_that_is_not_trusted_does_not_reach_grpc(how):
-    """Trainers are answered as if nothing happened, and the server takes no memory."""
+    """Trainers are answered without delay, and the server's memory does not grow."""
     with Server() as server, flood(how, server.address, STRANGER):
         assert worst_answer_s(server.address, 1.0) < LONG_S
         before = server.memory()
@@ -113,7 +113,7 @@ def test_a_flood_from_an_address_that_is_not_trusted_does_not_reach_grpc(how):
 
 @pytest.mark.parametrize("how", ["opened and reset", "opened"])
 def test_a_flood_of_calls_without_the_token_from_a_trusted_address_leaves_trainers_their_share(how):
-    """Streams of one connection take turns: no trainer is refused, or waits for seconds, and memory is bounded."""
+    """Streams of one connection take turns: no trainer is refused or waits for seconds, and memory is bounded."""
     with Server() as server, flood(how, server.address, OWN):
         before = server.memory()
         assert worst_answer_s(server.address, FLOOD_S) < LONG_S
@@ -121,12 +121,12 @@ def test_a_flood_of_calls_without_the_token_from_a_trusted_address_leaves_traine
 
 
 def test_silent_connections_leave_descriptors_for_workers():
-    """The limit is raised as far as it goes; 400 connections at 256 descriptors neither stop the server nor spin."""
+    """The server raises its limit; at 256 descriptors, 400 connections neither stop it nor make it spin."""
     with Server(num_descriptors=256) as server:
         made = connect_silently(server.address, OWN, 400)
         workers = [server.add_worker(number) for number in range(20)]
         try:
-            # Those who are refused because there are too many see their connection closed.
+            # The server closes connections above its limit.
             refused = 0
             for sock in made:
                 sock.settimeout(TIMEOUT_S)
@@ -139,7 +139,7 @@ def test_silent_connections_leave_descriptors_for_workers():
         finally:
             for sock in [*made, *workers]:
                 sock.close()
-        # The server may not have noticed yet that they are gone.
+        # The server may not have noticed yet that the connections are closed.
         with FakeTrainer(server.address) as trainer:
             trainer.wait_until_served()
             assert _worst_answer_s(trainer, 1.0) < LONG_S
@@ -147,7 +147,7 @@ def test_silent_connections_leave_descriptors_for_workers():
 
 
 def test_a_worker_whose_descriptors_were_lost_exits():
-    """The server has no descriptor left: the worker sees its connection closed, and the server lives."""
+    """Without a free descriptor, the server closes the worker's connection and survives."""
     with Server(num_descriptors=256) as server:
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (server.num_descriptors() + 1, 256))
         with server.add_worker(7) as worker:
@@ -159,6 +159,6 @@ def test_a_worker_whose_descriptors_were_lost_exits():
 
 
 def test_a_refused_address_is_told_so():
-    """Before any byte of it was read."""
+    """The server refuses the connection before it reads any byte."""
     with Server() as server, connect(server.address, STRANGER) as sock:
         assert sock.recv(100) == REFUSED

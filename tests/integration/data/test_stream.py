@@ -1,4 +1,4 @@
-"""How far a trainer asks ahead, and what it reads besides, do not show in a stream of batches."""
+"""A stream of batches depends neither on the trainer's window nor on its other passes."""
 
 import pytest
 from torch.utils.data import DataLoader
@@ -22,18 +22,18 @@ def hosts(request, pool):
 
 @pytest.fixture
 def expected(hosts):
-    """What one host with two workers gives."""
+    """The hash of the stream from one host with two workers."""
     return undisturbed(hosts[1:2])[0]
 
 
 def test_a_window_of_one_batch_gives_the_same_stream(hosts, expected):
-    """How far the trainer asks ahead does not show in the batches."""
+    """The size of the window does not change the batches."""
     with remote(hosts, window_batches=1) as module:
         assert stream_hash(seeded(module.train_dataloader())) == expected
 
 
 def test_a_pass_that_was_left_early_does_not_show_in_the_next(hosts, expected):
-    """Batches that were asked for in vain are dropped, and the next pass starts from its beginning."""
+    """Batches requested in vain are dropped, and the next pass starts from its beginning."""
     with remote(hosts) as module:
         loader = module.train_dataloader()
         for _, _ in zip(range(5), loader, strict=False):
@@ -42,7 +42,7 @@ def test_a_pass_that_was_left_early_does_not_show_in_the_next(hosts, expected):
 
 
 def test_two_passes_at_once_give_the_same_stream(hosts, expected):
-    """Two iterators over one loader share its slots, and neither shows in the other."""
+    """Two iterators over one loader share its slots but do not affect each other."""
     with remote(hosts, window_batches=4) as module:
         loader = module.train_dataloader()
         first, second = iter(seeded(loader)), iter(seeded(loader))

@@ -42,7 +42,7 @@ ROWS = {
 @pytest.mark.matrix
 @pytest.mark.parametrize("row", ROWS)
 def test_a_trainer_sees_what_it_sees_without_data_hosts(cluster, row):
-    """All samples in the same order, in training, validation, test and prediction; hooks run here, as often."""
+    """All stages have the same samples in the same order, and the hooks run in this process, equally often."""
     train, val, settings = ROWS[row]
     seen = []
     for data in (Data(cluster.folder), cluster.module()):
@@ -58,7 +58,7 @@ def test_a_trainer_sees_what_it_sees_without_data_hosts(cluster, row):
 
 
 class Rings(Callback):
-    """Notes how many rings of slots there are at the end of each epoch."""
+    """Records the number of rings of slots at the end of each epoch."""
 
     def __init__(self):
         self.numbers = []
@@ -69,7 +69,7 @@ class Rings(Callback):
 
 
 def test_iterators_of_a_loader_share_its_slots(cluster):
-    """One begins while that of the epoch before still has its own; further ones need no more memory."""
+    """An iterator starts while the previous epoch's still has its slots; later iterators need no more memory."""
     rings = Rings()
     cluster.fit(max_epochs=4, callbacks=[rings])
     assert len(rings.numbers) == 4
@@ -77,7 +77,7 @@ def test_iterators_of_a_loader_share_its_slots(cluster):
 
 
 def test_an_epoch_that_is_cut_short_has_its_line_in_the_log(cluster, caplog, monkeypatch):
-    """The third of max_steps."""
+    """The log has a line for the third epoch, which max_steps cuts short."""
     caplog.set_level(logging.INFO, "lightning_sm")
     monkeypatch.setattr(reporter, "verdict", lambda ranks, _: f"Held up of {len(ranks)}.")
     cluster.fit("sequential", max_epochs=-1, max_steps=13)
@@ -86,7 +86,7 @@ def test_an_epoch_that_is_cut_short_has_its_line_in_the_log(cluster, caplog, mon
 
 
 class Writer(BasePredictionWriter):
-    """Notes what it is told to write."""
+    """Records what it is told to write."""
 
     def __init__(self):
         super().__init__("batch_and_epoch")
@@ -100,7 +100,7 @@ class Writer(BasePredictionWriter):
 
 
 def test_a_prediction_writer_gets_the_indices_of_the_samples(cluster):
-    """By them, predictions of several ranks are put in order; Lightning takes them from the sampler."""
+    """Writers use the indices, which Lightning gets from the sampler, to order the predictions of several ranks."""
     cluster.choose()
     written = []
     for data in (Data(cluster.folder), cluster.module()):

@@ -1,4 +1,4 @@
-"""Who is let in: token, job, version, TLS."""
+"""Access to data hosts: token, job, version, TLS."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tests.integration.data.fakes import FakeHost, Impostor, credentials
 
 pytestmark = pytest.mark.processes
 
-# Far more than an answer takes, although processes start for seconds, and far less than a trainer waits for a data host
-# that may still come.
+# Far longer than an answer takes, although processes take seconds to start, and far shorter than a trainer waits for a
+# data host that may still come.
 AT_ONCE_S = 30.0
-# Where a trainer must look twice to be sure: 30 s are promised, from when its processes have started.
+# For errors that need a second look: promised within 30 s of the start of the trainer's processes.
 SURELY_S = 45.0
 
 
@@ -48,7 +48,7 @@ def num_batches(address, **settings):
 
 
 def refusal(address, job="local", within_s=AT_ONCE_S, **settings):
-    """Return the error that tells a trainer why it cannot use a data host."""
+    """Return the error that explains why a trainer cannot use a data host."""
     module = RemoteDataModule(data(), [address], settings=DataServiceSettings(**settings), job=job)
     began = time.monotonic()
     with pytest.raises(DataHostMismatchError, match="data host") as caught:
@@ -66,7 +66,7 @@ class Authority:
         self.file = self._written("authority", self._ca.cert_pem)
 
     def settings(self, *names, is_mutual=False):
-        """Return settings with a certificate for host names, and the authority if trainers show one, too."""
+        """Return settings with a certificate for host names, and the authority if trainers show one as well."""
         issued = self._ca.issue_cert(*names)
         settings = {
             "tls_certificate": self._written("certificate", *issued.cert_chain_pems),
@@ -88,12 +88,12 @@ def ours(tmp_path):
 
 @pytest.fixture
 def theirs(tmp_path):
-    """The authority of somebody else."""
+    """An authority outside the job."""
     return Authority(tmp_path, "theirs")
 
 
 def test_the_secret_of_the_job_is_the_token(monkeypatch):
-    """Hosts with the job's secret serve each other, and nobody of another job, or who knows only the job's name."""
+    """Hosts with the job's secret serve each other; another job's secret, or the job's name alone, is refused."""
     monkeypatch.setenv(JOB_SECRET.name, "of this job " * 4)
     with DataHost() as host:
         assert num_batches(host.address) == 2
@@ -105,7 +105,7 @@ def test_the_secret_of_the_job_is_the_token(monkeypatch):
 
 @pytest.mark.proof
 def test_a_data_host_that_is_started_by_hand_has_a_secret_of_its_own(monkeypatch):
-    """This process and those that it starts have the secret; who knows only the job's name is told what to set."""
+    """This process and its children have the secret; a trainer with only the job's name is told what to set."""
     monkeypatch.delenv(JOB_SECRET.name, raising=False)
     with ThreadPoolExecutor(4) as threads:
         hosts = list(threads.map(lambda _: DataHost(), range(4)))
@@ -128,7 +128,7 @@ NOT_OF_THE_JOB = (
 @pytest.mark.parametrize("token", [None, "guessed"], ids=["no proof", "a wrong proof"])
 @pytest.mark.parametrize("is_nonsense", [False, True])
 def test_a_data_host_without_the_token_gets_nothing_and_nothing_of_it_is_read(token, is_nonsense):
-    """Its first answer is refused unread, with advice; it learns nothing of the dataset."""
+    """The trainer refuses the first answer unread, with advice, and sends nothing about the dataset."""
     host, impostor = FakeHost(), Impostor(token)
     if is_nonsense:
         host.heartbeat = b"\x80\x05nonsense"
@@ -141,7 +141,7 @@ def test_a_data_host_without_the_token_gets_nothing_and_nothing_of_it_is_read(to
 
 
 class Lacking(FakeHost):
-    """A data host that needs the dataset first."""
+    """A data host that asks for the dataset first."""
 
     def open(self, request):
         if self.loaded:
@@ -150,7 +150,7 @@ class Lacking(FakeHost):
 
 
 def test_a_dataset_goes_to_nobody_who_has_taken_the_place_of_a_data_host():
-    """The call that would bring it has a proof of its own: that of an earlier call on the channel is not enough."""
+    """Load needs a separate proof: the proof of an earlier call on the channel is not enough."""
     host = Lacking()
     with host.serving(guard=Impostor("guessed", only="Load")) as address:
         assert NOT_OF_THE_JOB in refusal(address)
@@ -161,7 +161,7 @@ def test_a_dataset_goes_to_nobody_who_has_taken_the_place_of_a_data_host():
 
 
 def test_a_data_host_logs_who_has_no_token(caplog):
-    """Once for each address, with what to compare."""
+    """The log names each address once, with what to compare."""
     with FakeHost().serving(credentials("other")) as address:
         for _ in range(2):
             refusal(address)
@@ -174,7 +174,7 @@ def test_a_data_host_logs_who_has_no_token(caplog):
 
 
 def stranger(address, metadata, body=b"{}"):
-    """Return code and text of each method's answer to somebody with a gRPC client of his own."""
+    """Return code and text of each method's answer to a gRPC client without the token."""
     answers = {}
     with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
         for name in ("OpenSources", "Load", "Fetch", "Heartbeat", "Status", "Finish", "Stop"):
@@ -187,7 +187,7 @@ def stranger(address, metadata, body=b"{}"):
 
 
 def test_a_stranger_is_told_nothing():
-    """Whatever is called, whatever else is right about it, without the token there is one answer that says nothing."""
+    """Without the token, every call gets the same uninformative answer, whatever else is right about it."""
     known = credentials("digits-2026-11-22")
     version, nonce, _ = metadata(known, "Status", "a number")
     right = [version, nonce]
@@ -199,7 +199,7 @@ def test_a_stranger_is_told_nothing():
 
 
 def test_the_bodies_of_strangers_are_not_read(pool):
-    """60 MB in each of eight calls without the token take no memory, and trainers get their batches meanwhile."""
+    """Eight calls with 60 MB each and no token take no memory, and trainers get their batches meanwhile."""
     host = pool.serve(data().make)[0]
     (server,) = (child for child in host.main.children() if "data.server" in " ".join(child.cmdline()))
     assert num_batches(host.address) == 2
@@ -213,13 +213,13 @@ def test_the_bodies_of_strangers_are_not_read(pool):
 
 
 def peak_memory(process):
-    """Return the most bytes that a process ever had in memory."""
+    """Return the peak memory of a process in bytes."""
     status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10
 
 
 def test_a_trainer_of_another_version_is_told_both_versions(monkeypatch):
-    """A data host that speaks another version of the protocol is named at once, with both versions."""
+    """A data host with another protocol version is reported at once, with both versions."""
     monkeypatch.setattr(grpc_transport, "PROTOCOL_VERSION", "99")
     with FakeHost().serving() as address:
         assert "data host fake speaks version 99 of the protocol, this trainer version 2." in refusal(address)
@@ -227,14 +227,14 @@ def test_a_trainer_of_another_version_is_told_both_versions(monkeypatch):
 
 @pytest.mark.parametrize("is_mutual", [True, pytest.param(False, marks=pytest.mark.proof)])
 def test_batches_come_over_tls(ours, is_mutual):
-    """Data hosts show their certificate, and with an authority trainers show theirs."""
+    """Data hosts show a certificate; with an authority, trainers show one as well."""
     settings = ours.settings("127.0.0.1", "localhost", is_mutual=is_mutual)
     with DataHost("127.0.0.1:0", settings=DataServiceSettings(**settings)) as host:
         assert num_batches(host.address, **settings) == 2
 
 
 def test_a_trainer_with_tls_says_at_once_why_it_does_not_trust_a_data_host(ours, theirs):
-    """A plain data host, another authority and another name end in errors of their own, not in a timeout."""
+    """A plain data host, another authority and another name cause distinct errors instead of a timeout."""
     mine = ours.settings("127.0.0.1")
     with FakeHost().serving() as address:
         error = refusal(address, within_s=SURELY_S, **mine)
@@ -257,7 +257,7 @@ def test_a_trainer_with_tls_says_at_once_why_it_does_not_trust_a_data_host(ours,
     ],
 )
 def test_a_data_host_with_tls_refuses_trainers_without_their_part_of_it(ours, theirs, how):
-    """Without TLS, without a certificate, or with one of another authority, a trainer learns what differs, soon."""
+    """A trainer without TLS, without a certificate, or with another authority's soon learns what differs."""
     mutual = ours.settings("127.0.0.1", is_mutual=True)
     settings, expected = {
         "without TLS": ({}, "the data host uses TLS, but this trainer has no data_service.tls_certificate"),
@@ -275,7 +275,7 @@ def test_a_data_host_with_tls_refuses_trainers_without_their_part_of_it(ours, th
 
 
 def test_a_data_host_that_starts_late_or_leaves_is_no_tls_mismatch(ours):
-    """While nobody listens, and while whoever listens closes each connection, a trainer waits."""
+    """A trainer waits while nobody listens, and while the listener closes each connection."""
     settings = ours.settings("127.0.0.1", is_mutual=True)
     known = credentials(**settings)
     with socket.create_server(("127.0.0.1", 0)) as leaving:
@@ -295,7 +295,7 @@ def test_a_data_host_that_starts_late_or_leaves_is_no_tls_mismatch(ours):
 
 
 def test_a_wrong_tls_file_is_named_before_anything_starts(ours, tmp_path):
-    """Both ends check the files before they start processes, and name file and setting."""
+    """Both ends check the files before they start processes, and name the file and the setting."""
     broken = tmp_path / "broken.pem"
     broken.write_text("no certificate")
     settings = DataServiceSettings(**{**ours.settings("localhost"), "tls_certificate": str(broken)})

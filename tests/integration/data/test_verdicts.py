@@ -1,4 +1,4 @@
-"""What the log says about the cause of slow training, where the cause is known: real data hosts, ranks and sockets."""
+"""The log's verdict on slow training, where the cause is known: real data hosts, ranks and sockets."""
 
 import contextlib
 import logging
@@ -24,17 +24,17 @@ from tests.quick_processes import python_path
 pytestmark = pytest.mark.processes
 
 TIMEOUT_S = 300
-# Little enough that heartbeats do not queue up behind batches.
+# Small enough that heartbeats do not queue behind batches.
 _SOCKET_BYTES = 1 << 16
 
 
 def test_slow_transforms_are_told_from_a_slow_network(pool, tmp_path, caplog):
-    """The one worker is asleep in a sample, and the log says that it is busy, and that more workers would help.
+    """The only worker sleeps in a sample: the log counts it as busy and recommends more workers.
 
-    Before, the time since the host was started counted, and the advice was to look at the network.
+    Counting the time since the host's start would blame the network instead.
     """
     caplog.set_level(logging.INFO, "lightning_sm")
-    # So slow that what a busy machine needs between two samples does not count.
+    # Slow enough that a busy machine's delays between two samples do not count.
     slow = Data(lambda: DataLoader(Augmented(8, delay_s=0.5), batch_size=1), list)
     trainer = quiet_trainer(tmp_path, max_epochs=1)
     trainer.fit(Indices(), datamodule=RemoteDataModule(slow, [pool.hosts[0].address]))
@@ -56,7 +56,7 @@ class Relay:
 
     Args:
         target: Address of the data host.
-        bytes_per_s: Returns what it lets through to the trainers; 0: everything.
+        bytes_per_s: Returns the rate towards the trainers; 0: unlimited.
     """
 
     def __init__(self, target, bytes_per_s):
@@ -69,7 +69,7 @@ class Relay:
         self._start(self._accept)
 
     def close(self):
-        """End all connections."""
+        """Close all connections."""
         self._closed.set()
         for sock in self._sockets:
             with contextlib.suppress(OSError):
@@ -110,7 +110,7 @@ class Relay:
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
-    """What rank 0 of two wrote in each situation, by its name, and the addresses of the data hosts."""
+    """The log of rank 0 of two in each situation, by name, and the addresses of the data hosts."""
     folder = tmp_path_factory.mktemp("pace")
     train_at_pace.write(folder, train_at_pace.Situation(0))
     made = [Host(name, partial(train_at_pace.make, folder), workers=1) for name in "ab"]
@@ -133,7 +133,7 @@ def log(tmp_path_factory):
 
 
 def lines_of(log, situation):
-    """The lines of an epoch in a situation; rank 1 and the data hosts have none."""
+    """Return the lines of an epoch in a situation; rank 1 and the data hosts log none."""
     return [line for line in log[0][situation].splitlines() if line.startswith("Epoch ")]
 
 
@@ -158,7 +158,7 @@ def lines_of(log, situation):
     ],
 )
 def test_each_cause_is_named(log, situation, verdict):
-    """One line for the epoch of both ranks, with the right cause."""
+    """The log has one line for the epoch of both ranks, with the right cause."""
     (line,) = lines_of(log, situation)
     expected = verdict.replace("{b}", re.escape(log[1][1]))
     assert re.fullmatch(rf"Epoch 1: {expected}", line), line
@@ -166,5 +166,5 @@ def test_each_cause_is_named(log, situation, verdict):
 
 @pytest.mark.proof
 def test_an_epoch_without_a_cause_has_no_line(log):
-    """Its wait is in the progress line."""
+    """An epoch without a cause has no line: the progress line shows its wait."""
     assert lines_of(log, "nothing wrong") == []

@@ -1,4 +1,4 @@
-"""How many batches data hosts are asked for, from the first request of a pass on."""
+"""The number of batches requested from data hosts, from the first request of a pass on."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +28,7 @@ class Large(Dataset):
 
 
 class Waiting(Dataset):
-    """Numbers; once there is a folder, each notes in it that it was asked for, and waits for a file.
+    """Numbers; once a folder exists, each sample records its index there and waits for a file.
 
     Args:
         folder: The folder.
@@ -48,7 +48,7 @@ class Waiting(Dataset):
 
 
 def memory_of_rings():
-    """Bytes that the rings of this process have ever filled."""
+    """Return the bytes that the rings of this process have ever filled."""
     total = 0
     for path in Path("/proc/self/map_files").iterdir():
         if os.readlink(path).startswith("/memfd:lightning_sm "):
@@ -57,7 +57,7 @@ def memory_of_rings():
 
 
 def test_bytes_are_bounded_from_the_first_request(pool):
-    """No more large batches come than the limit allows, although many workers could build them at once."""
+    """Only as many large batches arrive as the limit allows, although many workers could build them at once."""
     before = memory_of_rings()
     with remote(pool.serve(lambda: DataLoader(Large(), batch_size=1)), window_bytes=2 * NUM_BYTES) as module:
         batches = iter(module.train_dataloader())
@@ -70,7 +70,7 @@ def test_bytes_are_bounded_from_the_first_request(pool):
 
 
 def test_later_passes_know_the_size_of_batches(pool, tmp_path):
-    """All workers work from the first request on, not only two of them until the first batch is there."""
+    """All workers work from the first request on; in a first pass, only two do until the first batch arrives."""
     folder = tmp_path / "second"
     with remote(pool.serve(lambda: DataLoader(Waiting(folder), batch_size=1))[2:]) as module:
         loader = module.train_dataloader()

@@ -1,4 +1,4 @@
-"""Worker processes: forks, those that are none, and those that cannot start."""
+"""Worker processes: forked ones, spawned ones, and ones that cannot start."""
 
 import os
 import time
@@ -15,12 +15,12 @@ from tests.integration.emulators import local
 
 pytestmark = pytest.mark.processes
 
-# What a library has that computes with threads: Polars and OpenMP make theirs when they are used first.
+# Stands for a library that computes with threads; Polars and OpenMP start theirs on first use.
 THREADS = ThreadPoolExecutor(1)
 
 
 class Library:
-    """Uses its threads where it is unpickled: in the main process of a data host, or in a worker that is no fork."""
+    """Starts its threads where it is unpickled: in a data host's main process, or in a spawned worker."""
 
     def __init__(self):
         self.made_in = None  # an object without a state is unpickled without __setstate__
@@ -41,14 +41,14 @@ class Squares(Library, Dataset):
 
 
 class Origins(Squares):
-    """Whether the dataset was unpickled before the worker was forked, which then shares its memory."""
+    """Samples that show whether the dataset was unpickled before the fork, so that the worker shares its memory."""
 
     def __getitem__(self, index):
         return {"is_fork": self.made_in != os.getpid(), "worker": get_worker_info().id}
 
 
 class Lines(Library, IterableDataset):
-    """Numbers of a stream, split by worker."""
+    """A stream of squares, split by worker."""
 
     def __iter__(self):
         info = get_worker_info()
@@ -56,14 +56,14 @@ class Lines(Library, IterableDataset):
 
 
 def loader(dataset, method, **options):
-    """A loader whose workers start in some way."""
+    """Return a loader whose workers start with a given method."""
     return DataLoader(dataset(), batch_size=2, num_workers=1, multiprocessing_context=method, **options)
 
 
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_spawned_workers_use_what_does_not_survive_a_fork(method, pool):
-    """The dataset's library has threads of its own in each; all samples arrive, of maps and streams."""
+    """The dataset's library has separate threads in each worker; all samples of maps and streams arrive."""
     with remote(pool.serve(lambda: [loader(Squares, method), loader(Lines, method)])[1:2]) as module:
         squares, lines = module.train_dataloader()
         assert [batch.tolist() for batch in squares] == [[0, 1], [4, 9], [16, 25], [36, 49]]
@@ -72,7 +72,7 @@ def test_spawned_workers_use_what_does_not_survive_a_fork(method, pool):
 
 @pytest.mark.parametrize(("method", "is_fork"), [("fork", True), (None, True), ("spawn", False)])
 def test_workers_share_the_dataset_only_as_forks(method, is_fork, pool):
-    """Otherwise each has a copy of its own, and ``get_worker_info()`` as any worker."""
+    """Spawned workers copy the dataset; all workers have the usual ``get_worker_info()``."""
     with remote(pool.serve(lambda: loader(Origins, method))[:1]) as module:
         batch = next(iter(module.train_dataloader()))
     assert batch["is_fork"].tolist() == [is_fork] * 2
@@ -81,7 +81,7 @@ def test_workers_share_the_dataset_only_as_forks(method, is_fork, pool):
 
 @pytest.mark.proof
 def test_functions_of_the_script_reach_spawned_workers(pool):
-    """Lambdas and nested classes are pickled by value, which multiprocessing cannot."""
+    """Lambdas and nested functions are pickled by value, which multiprocessing cannot do."""
     offset = 100
 
     def add(samples):
@@ -96,7 +96,7 @@ def test_functions_of_the_script_reach_spawned_workers(pool):
 
 @pytest.mark.proof
 def test_a_spawned_worker_that_is_killed_is_replaced():
-    """The one that comes after it builds the batches."""
+    """The replacement of a killed worker builds the batches."""
     with running(Host("a", lambda: loader(Squares, "spawn"), 1)) as (host,), remote([host]) as module:
         batches = module.train_dataloader()
         assert len(list(batches)) == 4
@@ -107,7 +107,7 @@ def test_a_spawned_worker_that_is_killed_is_replaced():
 
 @pytest.mark.proof
 def test_an_error_in_worker_init_fn_of_a_spawned_worker_reaches_the_trainer(pool):
-    """As of a forked one."""
+    """A spawned worker's error arrives as a forked worker's does."""
 
     def fail(worker):
         raise OSError(f"no cache for worker {worker}")
@@ -120,7 +120,7 @@ def test_an_error_in_worker_init_fn_of_a_spawned_worker_reaches_the_trainer(pool
 
 
 def exit_at_start(folder):
-    """A function that notes each start of a worker, and lets it exit."""
+    """Return a function that records each start of a worker and makes it exit."""
 
     def start(worker):
         with open(folder / f"starts-{worker}", "a", encoding="ascii") as file:
@@ -133,7 +133,7 @@ def exit_at_start(folder):
 @pytest.mark.proof
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_worker_that_exits_at_its_start_is_named_and_backs_off(tmp_path, method):
-    """The error names worker_init_fn, not samples, and the pauses between starts grow."""
+    """The error names worker_init_fn instead of samples, and the pauses between starts grow."""
     make = exit_at_start(tmp_path)
     with (
         running(Host("a", lambda: loader(Squares, method, worker_init_fn=make), 1)) as (host,),
@@ -151,7 +151,7 @@ def test_a_worker_that_exits_at_its_start_is_named_and_backs_off(tmp_path, metho
         assert pause >= 0.1 * 2**number
 
 
-# A script whose own classes and library need new processes, with and without the guard that multiprocessing asks for.
+# A script whose classes and library need new processes, with and without the guard that multiprocessing asks for.
 SCRIPT = """
 from concurrent.futures import ThreadPoolExecutor
 import pytorch_lightning as pl
@@ -192,7 +192,7 @@ GUARD = 'if __name__ == "__main__": '
 @pytest.mark.proof
 @pytest.mark.parametrize("guard", [GUARD, ""], ids=["guard", "no guard"])
 def test_a_script_is_imported_by_spawned_workers(tmp_path, guard):
-    """As multiprocessing does it: objects of the script are its own; without a guard, an error asks for one."""
+    """Spawned workers import the script, as with multiprocessing; without a guard, an error asks for one."""
     (tmp_path / "train.py").write_text(f"{SCRIPT}\n{guard}main()\n")
     groups = ("--group", "trainer=1", "--group", "data=1")
     ended = local(tmp_path / "jobs", tmp_path, *groups, "--", "train.py", timeout_s=180)

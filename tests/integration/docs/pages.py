@@ -1,4 +1,4 @@
-"""The blocks of code in the pages of the documentation."""
+"""The code blocks in the documentation's pages."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ PAGES = [
 ]
 
 _FENCES = RawFencedCodeBlockLexer(re.compile(r"(?P<language>[^\n]*)\n"))
-# Continued lines are one command.
+# A command includes its continuation lines.
 _COMMAND = re.compile(r"(?:[^\n]*\\\n)*[^\n]+")
 
 
 def examples(page: Path) -> list[Example]:
-    """All blocks of a page, in order; ``language`` and ``source`` are in ``region.lexemes``."""
+    """Return a page's code blocks in order, with ``language`` and ``source`` in ``region.lexemes``."""
     return list(Sybil([_regions]).parse(page))
 
 
 def language(example: Example) -> str:
-    """What the block's fence says; empty if it says nothing."""
+    """Return the language in the block's fence, or an empty string."""
     return str(example.region.lexemes["language"])
 
 
 def place(example: Example) -> str:
-    """The page and the line, to be found from a failure."""
+    """Return ``page:line`` for failure messages."""
     return f"{Path(example.path).relative_to(REPOSITORY)}:{example.line}"
 
 
 def commands(source: str) -> Iterator[str]:
-    """The commands of a block of shell lines, without comments of whole lines."""
+    """Yield the commands of a shell block, without comment lines."""
     for found in _COMMAND.finditer(source):
         if not found[0].lstrip().startswith("#"):
             yield found[0].replace("\\\n", " ")

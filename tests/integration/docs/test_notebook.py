@@ -1,4 +1,4 @@
-"""The notebook of the documentation: executed from the first cell to the last, in a kernel of this environment."""
+"""The documentation's notebook, as stored and as executed in a kernel of this environment."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ nbformat.write(notebook, sys.argv[2])
 
 
 def code_cells(path):
-    """The cells of code of a notebook."""
+    """Read a notebook's code cells."""
     return [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
 
 
 def shown(cells):
-    """All texts and the kinds of all outputs that cells show."""
+    """Return the text of all outputs, and the set of their MIME types."""
     outputs = [output for cell in cells for output in cell["outputs"]]
     kinds = {kind for output in outputs for kind in output.get("data", {})}
     return "".join("".join(output.get("text", "")) for output in outputs), kinds
 
 
 def test_the_notebook_has_what_it_shows():
-    """Readers who run nothing see the comparison and the plots, and no path of the machine that made them."""
+    """The stored notebook has the comparison and the plots, and no path of the machine that ran it."""
     cells = code_cells(NOTEBOOK)
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     text, kinds = shown(cells)
@@ -49,7 +49,7 @@ def test_the_notebook_has_what_it_shows():
 @pytest.mark.proof
 @pytest.mark.processes
 def test_the_notebook_runs(tmp_path):
-    """Both jobs train, and their comparison and plots appear; the kernel is the interpreter of this environment."""
+    """The notebook runs in a kernel of this environment, and shows the comparison and the plots of both jobs."""
     pytest.importorskip("nbclient", reason="group proof")
     pytest.importorskip("ipykernel", reason="group proof")
     kernel = tmp_path / "kernels" / "python3"

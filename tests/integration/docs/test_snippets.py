@@ -1,6 +1,6 @@
-"""What readers copy from the pages works: Python runs, commands have these options, files have these keys.
+"""Snippets that readers copy from the pages work: Python runs, and command options and file keys exist.
 
-A block of another language than those below fails its test; ``text`` is for output, which nobody copies.
+A block in an unknown language fails its test. ``text`` is for output, which nobody copies.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from tests.integration.docs.pages import DOCS, PAGES, REPOSITORY, commands, exam
 from tests.integration.emulators import local
 
 EXAMPLES = [example for page in PAGES for example in examples(page)]
-# What readers must have, and what would change their machine or reach a network.
+# Not checked: programs that readers must install, and commands that change the machine or use the network.
 FOREIGN = {".", "aws", "conda", "docker", "export", "mpirun", "tensorboard"}
 COMPLETED = {"TrainingJobStatus": "Completed", "SecondaryStatus": "Completed"}
 
 
 def of(*languages):
-    """Parameters: the blocks of these languages."""
+    """Return the blocks in these languages as test parameters."""
     return [pytest.param(one, id=place(one)) for one in EXAMPLES if language(one) in languages]
 
 
 def test_every_block_has_a_language():
-    """Otherwise no test would look at it."""
+    """Every block has a known language; otherwise no test would check it."""
     known = {"bash", "python", "yaml", "mermaid", "text"}
     assert [place(one) for one in EXAMPLES if language(one) not in known] == []
 
@@ -48,12 +48,12 @@ def test_every_block_has_a_language():
 # ---- Python
 
 
-@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+@pytest.mark.filterwarnings("ignore")  # advice from Lightning
 @pytest.mark.parametrize(
     "example", [one for one in of("python") if "sagemaker." not in one.values[0].parsed.replace("lightning_sm", "")]
 )
 def test_python_runs(example, tmp_path, monkeypatch, restored_signals):
-    """Each block by itself, beside the reader's model and data."""
+    """Each Python block runs on its own, given the reader's model and data."""
     from tests.fakes.small_app import SmallData, SmallModel, make_trainer
 
     monkeypatch.chdir(tmp_path)
@@ -70,7 +70,7 @@ def test_python_runs(example, tmp_path, monkeypatch, restored_signals):
 
 
 def test_a_loop_without_lightning_reports_its_steps(tmp_path):
-    """Faults of the emulator find it by what docs/emulator.md tells it to report."""
+    """The emulator injects a fault at an epoch into the loop from docs/emulator.md, which reports its steps."""
     (loop,) = [one for one in examples(DOCS / "emulator.md") if language(one) == "python"]
     (tmp_path / "train.py").write_text(loop.parsed)
     ended = local(tmp_path / "jobs", tmp_path, "--fault", "kill-rank:algo-1@epoch=2", "--", "train.py")
@@ -84,7 +84,7 @@ def _sdk(example):
 
 
 class _Service(FakeService):
-    """Every job completes at once, without a log."""
+    """A fake service whose jobs complete at once, without a log."""
 
     def answer(self, operation, body):
         if operation == "DescribeLogStreams":
@@ -102,7 +102,7 @@ class _Service(FakeService):
     ],
 )
 def test_jobs_start_with_the_sdk(example, tmp_path, request):
-    """The SDK accepts the arguments and sends one job, to a service on this machine."""
+    """The SDK accepts the arguments and sends one job to a fake service."""
     python = request.getfixturevalue(f"{_sdk(example)}_python")
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").touch()
@@ -128,9 +128,9 @@ def test_jobs_start_with_the_sdk(example, tmp_path, request):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("example", of("bash"))
 def test_commands_exist(example, monkeypatch, capsys):
-    """Each command has these options, and the files that it names exist; what is started is tested elsewhere."""
+    """The options and files in each command exist. Other tests cover what the commands start."""
     monkeypatch.chdir(REPOSITORY)
-    # The parser prints usage for a wrong option, which pytest shows with the failure.
+    # capsys captures the parser's usage message, so pytest shows it if an option is wrong.
     monkeypatch.setattr("lightning_sm.submit.submit.dry_run", _nothing_is_sent)
     monkeypatch.setattr("lightning_sm.submit.submit.send", _nothing_is_sent)
     monkeypatch.setattr("lightning_sm.submit.submit.write_report_here", lambda *_: None)
@@ -157,7 +157,7 @@ def _no_container_starts(job):
 
 
 def _words(command):
-    """The words of a command, without variables before it, what its output goes to, and its comment."""
+    """Split a command into words, without leading variables, redirections and comments."""
     words = shlex.split(command, comments=True)
     while words and re.fullmatch(r"\w+=.*", words[0]):
         words = words[1:]
@@ -188,7 +188,7 @@ def _python(words):
 
 
 def _script(words):
-    """The reader's own script has the options of the app's, such as ``--data.batch_size`` and those of the Trainer."""
+    """Check the script's options; the reader's train.py has those of app/train.py."""
     script = "app/train.py" if Path(words[0]).name == "train.py" else words[0]
     assert Path(script).is_file()
     if script in {"app/train.py", "app/train_text.py"}:
@@ -225,7 +225,7 @@ CHECKS = {"lightning-sm": _lightning_sm, "python": _python, "pip": _pip, "make":
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("example", of("yaml"))
 def test_files_have_these_keys(example, tmp_path, monkeypatch):
-    """A job file, or a part of one, is read by lightning-sm submit; any other is a configuration of a script."""
+    """YAML blocks are valid price files, (partial) job files or configurations of a script."""
     content = yaml.safe_load(example.parsed)
     file = tmp_path / "page.yaml"
     if "per_hour" in content:

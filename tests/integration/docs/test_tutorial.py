@@ -1,4 +1,4 @@
-"""The tutorial, as a reader goes through it: the files that it shows, and the commands that run on a laptop."""
+"""The tutorial's files, and those of its commands that run on a laptop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMANDS = [command for one in BLOCKS if language(one) == "bash" for command in 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The reader's folder, with each file whose name is in the first line of its block."""
+    """The reader's folder, with every file that a block names in its first line."""
     folder = tmp_path_factory.mktemp("tutorial")
     for block in BLOCKS:
         comment = block.parsed.partition("\n")[0]
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def run(command, folder, **variables):
-    """Run a command of the tutorial, which must succeed, and return its stdout and both outputs together."""
+    """Run a command of the tutorial and return its stdout, then stdout and stderr together. It must succeed."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "-c", command],
@@ -49,21 +49,21 @@ def run(command, folder, **variables):
 
 
 def the(*words):
-    """The only command of the tutorial with these words."""
+    """Find the tutorial's only command with these words."""
     found = [command for command in COMMANDS if all(word in command for word in words)]
     assert len(found) == 1, f"{words}: {found}"
     return found[0]
 
 
 def test_the_script_runs_on_the_laptop(folder):
-    """It trains, and what it needs is in the tutorial."""
+    """The script trains with nothing but the tutorial's files."""
     assert "`max_epochs=2` reached" in run(the("python src/train.py"), folder)[1]
 
 
 def test_an_interrupted_cluster_resumes(folder):
-    """The second attempt starts from the step at which the first one was interrupted, and reaches the last step."""
+    """The second attempt resumes from the step at which the first was interrupted, and finishes."""
     output = run(the("lightning-sm local", "--fault"), folder)[1]
-    # Ranks agree on a step once a second; the six that are left may take less.
+    # Ranks agree on a step to stop at once a second, and the remaining six steps may take less than that.
     (step,) = {int(step) for step in re.findall(r"Interrupted: step (\d+) is saved", output)}
     assert 10 <= step <= 16
     assert re.search(rf"Resuming from \S+step={step}\.ckpt", output)
@@ -71,7 +71,7 @@ def test_an_interrupted_cluster_resumes(folder):
 
 
 def test_a_data_host_builds_the_batches(folder):
-    """Training reaches its last step, and the log says how long it waited; the data host has succeeded, too."""
+    """With a data host, training finishes, the log shows the wait for data, and the data host exits with 0."""
     output = run(the("lightning-sm local", "--group data=1"), folder)[1]
     assert re.search(r"epoch=8/8 step=64 .* data_wait=[0-9.]+%", output)
     assert "too few for a verdict" not in output
@@ -79,7 +79,7 @@ def test_a_data_host_builds_the_batches(folder):
 
 
 def test_the_job_file_makes_a_request(folder):
-    """The dry run sends nothing and prints the request of a heterogeneous job with the reader's code."""
+    """The dry run prints the request for a heterogeneous job."""
     request = json.loads(run(the("submit", "--dry-run"), folder, AWS_DEFAULT_REGION="eu-west-1")[0])
     groups = {group["InstanceGroupName"] for group in request["ResourceConfig"]["InstanceGroups"]}
     assert groups == {"trainer", "data"}

@@ -1,4 +1,4 @@
-"""``lightning-sm doctor`` as a command, on hosts that are well and on hosts that are not."""
+"""``lightning-sm doctor`` as a command, on healthy and on broken hosts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _results(ended):
 
 @pytest.fixture
 def base(tmp_path):
-    """A host of a job with two trainer hosts, whose names no resolver knows."""
+    """A host of a job with two trainer hosts whose names do not resolve."""
     groups = {"trainer": ["algo-2", "algo-1"]}
     base = write_job(
         tmp_path / "ml",
@@ -50,7 +50,7 @@ def base(tmp_path):
 
 
 def test_off_sagemaker_nothing_is_wrong(tmp_path):
-    """On a machine without a job the table ends with a summary and the exit code is 0."""
+    """Off SageMaker, the doctor prints a table with a summary and exits with 0."""
     ended = _doctor(SAGEMAKER_BASE_DIR=str(tmp_path / "none"))
     lines = ended.stdout.splitlines()
     assert ended.returncode == 0, ended.stdout
@@ -64,7 +64,7 @@ def test_off_sagemaker_nothing_is_wrong(tmp_path):
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("number", [0, 2])
 def test_hosts_of_the_emulator_are_well(tmp_path, number):
-    """On each host of an emulated cluster the facts of the job are shown, and no check of it finds a problem."""
+    """On each host of an emulated cluster, the doctor shows the job's facts and finds no problem."""
     spec = ClusterSpec(groups=[GroupSpec("trainer", 2), GroupSpec("data", 1)], bucket=tmp_path / "checkpoints")
     with LocalCluster(spec, tmp_path / "jobs") as cluster:
         host = cluster.hosts[number]
@@ -80,7 +80,7 @@ def test_hosts_of_the_emulator_are_well(tmp_path, number):
 
 
 def test_broken_file_of_the_service_is_a_problem(base):
-    """A malformed resourceconfig.json gives exit code 1 and its name; the other checks still run."""
+    """For a malformed resourceconfig.json, the doctor names the file, runs its other checks and exits with 1."""
     write_job(base, resources="{not json")
     ended = _doctor("--json", SAGEMAKER_BASE_DIR=str(base))
     problems = [result for result in _results(ended) if result["status"] == "problem"]
@@ -91,7 +91,7 @@ def test_broken_file_of_the_service_is_a_problem(base):
 
 
 def test_doctor_starts_without_torch_and_lightning():
-    """Torch and Lightning may be broken, and take seconds to import."""
+    """The doctor imports neither torch nor Lightning, which may be broken and take seconds to import."""
     code = (
         "import sys\nfrom lightning_sm.doctor.context import Context\n"
         "from lightning_sm.doctor.command import CHECKS\n"

@@ -27,7 +27,7 @@ def _groups(cluster):
 
 
 def test_groups_are_dealt_at_random_and_repeat_with_a_seed(tmp_path):
-    """The same seed gives the same groups, other seeds give others, with hosts in any order."""
+    """The same seed assigns the same hosts to groups, other seeds do not, and the order of hosts is arbitrary."""
     groups = [GroupSpec("trainer", 4), GroupSpec("data", 8)]
     drawn = []
     for seed in (1, 1, 2, 3):
@@ -39,7 +39,7 @@ def test_groups_are_dealt_at_random_and_repeat_with_a_seed(tmp_path):
 
 
 def test_another_attempt_is_another_draw(tmp_path):
-    """Hosts are reassigned, in the same way with the same seed; name, port and paths stay, and folders are empty."""
+    """The next attempt reassigns hosts, reproducibly by seed, keeps name, port and paths, and empties the folders."""
     spec = ClusterSpec([GroupSpec("trainer", 4), GroupSpec("data", 8)], seed=1, keeps_checkpoints=True)
     drawn = []
     for _ in range(2):
@@ -65,7 +65,7 @@ def test_another_attempt_is_another_draw(tmp_path):
 
 
 def test_resource_config_is_the_services(tmp_path):
-    """resourceconfig.json has exactly the service's keys, and hosts sorted as text."""
+    """resourceconfig.json has exactly the service's keys, and lists hosts in text order."""
     with LocalCluster(ClusterSpec([GroupSpec("gpu", 10, "ml.g5.xlarge"), GroupSpec("data", 1)]), tmp_path) as cluster:
         for host in cluster.hosts:
             config = json.loads((host.folder / "input" / "config" / "resourceconfig.json").read_text())
@@ -84,7 +84,7 @@ def test_resource_config_is_the_services(tmp_path):
 
 
 def test_all_hosts_agree_on_a_free_port_and_have_addresses(tmp_path):
-    """Every host derives the same topology; its port is free, and each host has an address of its own."""
+    """Every host derives the same topology, with one free port and a distinct address for each host."""
     with LocalCluster(ClusterSpec([GroupSpec("trainer", 3)], devices=2), tmp_path) as cluster:
         jobs = [_job(host) for host in cluster.hosts]
         (port,) = {Topology.from_job(job).main_port for job in jobs}
@@ -95,7 +95,7 @@ def test_all_hosts_agree_on_a_free_port_and_have_addresses(tmp_path):
 
 
 def test_stated_port_that_is_taken_is_refused(tmp_path):
-    """A main port that the user chose and that is taken is an error that names it."""
+    """A main port that the user chose and another process uses raises an error that names it."""
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
         with pytest.raises(PortInUseError, match=port):
@@ -104,7 +104,7 @@ def test_stated_port_that_is_taken_is_refused(tmp_path):
 
 
 def test_stated_port_of_another_emulated_job_is_refused(tmp_path):
-    """A port belongs to a job from its start to its end, also while none of its hosts listens."""
+    """A job holds its port from start to end, even while none of its hosts listens."""
     with LocalCluster(ClusterSpec(), tmp_path) as other:
         port = Topology.from_job(_job(other.hosts[0])).main_port
         spec = ClusterSpec(environment={"LIGHTNING_SM_MAIN_PORT": str(port)})
@@ -115,7 +115,7 @@ def test_stated_port_of_another_emulated_job_is_refused(tmp_path):
 
 
 def test_hosts_of_a_job_share_a_secret_that_no_other_job_has(tmp_path, monkeypatch):
-    """All hosts have the same in all attempts; neither this shell's nor that of another job."""
+    """All hosts share one secret in all attempts, which differs from this shell's and from any other job's."""
     monkeypatch.setenv(JOB_SECRET.name, "of this shell, and long enough for one")
     seen = []
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_hosts_of_a_job_share_a_secret_that_no_other_job_has(tmp_path, monkeypat
 
 
 def test_data_groups_can_be_named(tmp_path):
-    """LIGHTNING_SM_DATA_GROUPS, given as the job's environment, decides the roles; an unknown group is refused."""
+    """LIGHTNING_SM_DATA_GROUPS in the job's environment decides the roles; an unknown group is refused."""
     groups = [GroupSpec("a", 1), GroupSpec("b", 1)]
     with LocalCluster(ClusterSpec(groups, environment={"LIGHTNING_SM_DATA_GROUPS": "b"}), tmp_path) as cluster:
         assert {host.group: host.role for host in cluster.hosts} == {"a": Role.TRAINER, "b": Role.DATA}
@@ -137,7 +137,7 @@ def test_data_groups_can_be_named(tmp_path):
 
 
 def test_cluster_removes_its_folders_even_after_an_error(tmp_path):
-    """Leaving the context removes the folders, unless they are to be kept."""
+    """The context manager removes the folders, even after an error, unless ``keep`` is set."""
     with pytest.raises(ZeroDivisionError), LocalCluster(ClusterSpec(), tmp_path / "jobs"):
         _ = 1 / 0
     assert list((tmp_path / "jobs").iterdir()) == []

@@ -1,4 +1,4 @@
-"""How an emulated job ends: by a host that fails, by a signal, or with the emulator; no process outlives it."""
+"""How an emulated job ends: a host fails, a signal arrives, or the emulator dies. No process outlives it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.integration.emulators import (
     until,
 )
 
-# Says on the disk that it runs, and waits for a signal without ever ending by itself in a passing test.
+# Creates a file once it runs, then waits for a signal; the sleep outlasts any test that passes.
 _WAIT = f"{SCRIPT_START}open(base + '/ready', 'w').close()\nimport time\ntime.sleep({2 * TIMEOUT_S})\n"
 _UNTIL_TOLD = f"""
 deadline = time.monotonic() + {TIMEOUT_S}
@@ -34,14 +34,14 @@ _STUBBORN = "import signal\nsignal.signal(15, signal.SIG_IGN)\n" + _WAIT
 
 @contextlib.contextmanager
 def _started(jobs, work, *args, num_hosts):
-    """An emulator in the background whose scripts all run."""
+    """Start an emulator in the background, and wait until all scripts run."""
     with in_background(jobs, work, *args) as process:
         until(lambda: len(list(jobs.glob("*/algo-*/ready"))) == num_hosts, "all scripts run", TIMEOUT_S)
         yield process
 
 
 def test_failing_host_ends_the_others(jobs, work):
-    """When one host fails, the others are stopped at once, and its exit code and reason are those of the job."""
+    """When one host fails, the others are stopped at once, and the job reports its exit code and reason."""
     (work / "train.py").write_text(
         "import os, sys, time\nfrom pathlib import Path\n"
         "host = os.environ['SM_CURRENT_HOST']\nPath(f'ready-{host}').touch()\n"
@@ -61,8 +61,7 @@ def test_failing_host_ends_the_others(jobs, work):
     assert not processes_of(jobs)
 
 
-# All hosts fail at the same moment, and in the same way. The first one that ends stops the others, which must not keep
-# them from printing.
+# All hosts fail at the same moment, in the same way. The first one to exit stops the others, which must still print.
 _TOGETHER = (
     SCRIPT_START
     + f"""
@@ -87,7 +86,7 @@ _RAISE = _TOGETHER + "def load():\n    raise KeyError('label')\nload()\n"
     ids=["usage", "traceback"],
 )
 def test_what_all_hosts_print_has_their_names(jobs, work, script, code, headline, error):
-    """Each host's usage text or traceback is shown, and in its log; the reason is shown once."""
+    """Each host's usage text or traceback is in the output and in its log; the reason is printed once."""
     (work / "train.py").write_text(script)
     ended = local(jobs, work, "--group", "trainer=2", "--group", "data=1", "--", "train.py")
     assert ended.returncode == code
@@ -103,7 +102,7 @@ def test_what_all_hosts_print_has_their_names(jobs, work, script, code, headline
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_stopping_the_emulator_stops_all_hosts(jobs, work, signum, code):
-    """Ctrl-C and its kin end every process within seconds."""
+    """Ctrl-C, SIGTERM and SIGHUP stop every process within seconds."""
     (work / "train.py").write_text(_WAIT)
     with _started(jobs, work, "--group", "trainer=2", "--", "train.py", num_hosts=2) as emulator:
         emulator.send_signal(signum)
@@ -113,9 +112,9 @@ def test_stopping_the_emulator_stops_all_hosts(jobs, work, signum, code):
 
 
 def test_an_emulator_under_nohup_outlives_the_terminal(jobs, work):
-    """SIGHUP, which nohup had ignored, stays ignored."""
+    """SIGHUP stays ignored if nohup ignored it."""
     (work / "train.py").write_text(f"{SCRIPT_START}import time\nopen(base + '/ready', 'w').close()\n{_UNTIL_TOLD}")
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the emulator inherits it
     try:
         with _started(jobs, work, "--group", "trainer=1", "--", "train.py", num_hosts=1) as emulator:
             emulator.send_signal(signal.SIGHUP)
@@ -135,13 +134,13 @@ def test_hosts_that_ignore_sigterm_are_killed(jobs, work):
 
 
 def test_second_signal_kills_at_once(jobs, work):
-    """A second Ctrl-C does not wait for the grace period."""
+    """A second Ctrl-C kills all hosts without waiting for the grace period."""
     (work / "train.py").write_text(_STUBBORN)
     with _started(jobs, work, "--", "train.py", num_hosts=1) as emulator:
         emulator.send_signal(signal.SIGINT)
         while not (line := emulator.stdout.readline()).startswith("Stopping all hosts"):
             assert line
-        time.sleep(0.7)  # signals that come at nearly the same time count as one
+        time.sleep(0.7)  # signals that arrive almost together count as one
         emulator.send_signal(signal.SIGINT)
         assert emulator.wait(TIMEOUT_S) == 130
         assert "Killing all hosts: SIGINT again." in emulator.stdout.read()
@@ -151,7 +150,7 @@ def test_second_signal_kills_at_once(jobs, work):
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("script", [_WAIT, _STUBBORN])
 def test_killing_the_emulator_leaves_no_process(jobs, work, script):
-    """Even after SIGKILL of the emulator every host ends, also one that ignores SIGTERM."""
+    """After SIGKILL of the emulator, every host exits, even one that ignores SIGTERM."""
     (work / "train.py").write_text(script)
     with _started(jobs, work, "--group", "trainer=2", "--", "train.py", num_hosts=2) as emulator:
         assert processes_of(jobs)
@@ -160,7 +159,7 @@ def test_killing_the_emulator_leaves_no_process(jobs, work, script):
 
 
 def test_processes_that_left_their_group_are_found(jobs, work):
-    """A daemon that a script started in a session of its own does not outlive the job."""
+    """A daemon that a script starts in a new session does not outlive the job."""
     (work / "train.py").write_text(
         "import subprocess, sys\n"
         f"child = subprocess.Popen([sys.executable, '-c', {_WAIT!r}], start_new_session=True)\nprint(child.pid)"
@@ -171,7 +170,7 @@ def test_processes_that_left_their_group_are_found(jobs, work):
 
 
 def test_reader_that_goes_away_ends_the_job(jobs, work):
-    """As with other commands, ``| head`` ends the emulator instead of leaving it to run unseen."""
+    """Closing the pipe ends the emulator, as ``| head`` ends other commands, so that it does not run unseen."""
     (work / "train.py").write_text("while True: print('line')")
     with subprocess.Popen(command(jobs, ["--", "train.py"]), cwd=work, stdout=subprocess.PIPE) as emulator:
         emulator.stdout.readline()
@@ -181,7 +180,7 @@ def test_reader_that_goes_away_ends_the_job(jobs, work):
 
 
 def test_the_reason_does_not_act_upon_the_terminal(jobs, work):
-    """A script may have written the failure file itself, with anything in it."""
+    """Control sequences in a failure file, which scripts can write themselves, do not reach the terminal."""
     (work / "train.py").write_text(
         SCRIPT_START + "open(base + '/output/failure', 'w').write('bad \\x1b]52;c;cGF5\\x07\\x1b[2Jdata')\nos._exit(3)"
     )

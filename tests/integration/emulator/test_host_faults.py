@@ -1,4 +1,4 @@
-"""Faults of single hosts on request: killed, hanging and late ones, and names that resolve late."""
+"""Faults injected into single hosts: kills, hangs and late starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.integration.faulty_jobs import TIMEOUT_S, read_to_line, row, run_faul
 
 
 def test_killed_host_vanishes_as_a_whole(jobs, work):
-    """Nothing of a killed host is left, also not what daemonised, and the job fails with its exit code."""
+    """A killed host leaves no process behind, not even a daemon, and the job fails with its exit code."""
     ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "kill:algo-2@step=5", mode="watch_kill")
     assert ended.returncode == 137
     assert re.search(r"^Fault kill:algo-2@step=5: algo-2 at step \d+, epoch \d+, \d+\.\d s\.$", ended.stdout, re.M)
@@ -22,7 +22,7 @@ def test_killed_host_vanishes_as_a_whole(jobs, work):
 
 
 def test_killed_training_process_is_reported_by_its_launcher(jobs, work):
-    """Without a local rank the script itself is killed; its launcher lives, and leaves a reason."""
+    """Without a local rank, the fault kills the script; its launcher survives and reports the reason."""
     options = ["--group", "trainer=1", "--group", "data=1", "--fault", "kill-rank:trainer-1@step=5"]
     ended = run_faulty(jobs, work, *options, mode="endless")
     (trainer,) = re.findall(r"^Fault kill-rank:trainer-1@step=5: (algo-\d) at ", ended.stdout, re.M)
@@ -35,7 +35,7 @@ def test_killed_training_process_is_reported_by_its_launcher(jobs, work):
 @pytest.mark.matrix(rows=["1"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_killed_local_rank(jobs, work, rank):
-    """The named local rank is killed, and neither its worker, nor the process that started it, nor the other rank."""
+    """Only the named local rank is killed, not its worker, its parent process or the other rank."""
     options = ["--devices", "2", "--fault", f"kill-rank:algo-1/{rank}@step=1"]
     ended = run_faulty(jobs, work, *options, mode="local_ranks")
     assert f"rank {rank}: killed by SIGKILL (exit code 137). Ending the other ranks of this host." in ended.stdout
@@ -43,7 +43,7 @@ def test_killed_local_rank(jobs, work, rank):
 
 
 def test_killed_launcher_leaves_its_script(jobs, work):
-    """Only the launcher is killed; what it started runs on until the job ends."""
+    """Only the launcher is killed; its script runs until the job ends."""
     options = ["--group", "trainer=2", "--fault", "kill-launcher:algo-2@step=10"]
     ended = run_faulty(jobs, work, *options, mode="watch_launcher")
     assert ended.returncode == 137
@@ -55,7 +55,7 @@ def test_killed_launcher_leaves_its_script(jobs, work):
 
 
 def test_hanging_host_resumes_after_its_time(jobs, work):
-    """All processes of the host stop, including the launcher, and resume together."""
+    """All processes of a hanging host, including its launcher, stop and resume together."""
     options = ["--group", "trainer=2", "--fault", "hang:algo-2,for=3@step=1"]
     ended = run_faulty(jobs, work, *options, mode="watch_hang")
     assert ended.returncode == 0, ended.stdout
@@ -65,7 +65,7 @@ def test_hanging_host_resumes_after_its_time(jobs, work):
 
 
 def test_frozen_host_ends_with_a_killed_emulator(jobs, work):
-    """A frozen process could not act on any other signal than SIGKILL: it gets that."""
+    """When the emulator is killed, a frozen host gets SIGKILL, the only signal that it can react to."""
     with started_faulty(jobs, work, "--fault", "hang:algo-1@after=0", mode="ready_and_wait") as emulator:
         read_to_line(emulator, "Fault hang")
         assert processes_of(jobs)
@@ -75,7 +75,7 @@ def test_frozen_host_ends_with_a_killed_emulator(jobs, work):
 
 @pytest.mark.proof
 def test_frozen_host_ends_with_the_job(jobs, work):
-    """A host that hangs for good is killed when another one has failed."""
+    """A host that hangs for good is killed when another host fails."""
     options = ["--group", "trainer=2", "--fault", "hang:algo-2@step=1"]
     ended = run_faulty(jobs, work, *options, mode="fail_beside_frozen")
     assert ended.returncode == 3
@@ -85,7 +85,7 @@ def test_frozen_host_ends_with_the_job(jobs, work):
 
 
 def test_frozen_host_ends_with_ctrl_c(jobs, work):
-    """Ctrl-C does not wait for a host that cannot react to SIGTERM."""
+    """Ctrl-C does not wait for a frozen host, which cannot react to SIGTERM."""
     with started_faulty(jobs, work, "--fault", "hang:algo-1@start", mode="ready_and_wait") as emulator:
         read_to_line(emulator, "Fault hang")
         emulator.send_signal(signal.SIGINT)
@@ -98,4 +98,4 @@ def test_host_may_be_late(jobs, work):
     ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "late:algo-2=1.5", mode="started")
     started = {host: float(at) for host, at in said_after(ended.stdout, "started")}
     assert ended.returncode == 0
-    assert 1.0 < started["algo-2"] - started["algo-1"] < 60  # the first one may be late, too
+    assert 1.0 < started["algo-2"] - started["algo-1"] < 60  # the first host may start late as well

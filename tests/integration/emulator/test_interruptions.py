@@ -1,4 +1,4 @@
-"""Interruptions, restarts and stops of an emulated job on request, and the attempts that follow them."""
+"""Interruptions, restarts and stops injected into an emulated job, and the attempts that follow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.integration.faulty_jobs import TIMEOUT_S, read_to_line, row, run_faul
 
 
 def test_interrupted_job_resumes_from_its_checkpoint(jobs, work):
-    """The second attempt has the job's name, port and checkpoints, and nothing else of the first."""
+    """The second attempt keeps the job's name, port and checkpoints, and nothing else from the first."""
     options = ["--group", "trainer=2", "--group", "data=1", "--fault", "interrupt@step=8"]
     ended = run_faulty(jobs, work, *options, held=[19])
     assert ended.returncode == 0, ended.stdout
@@ -30,7 +30,7 @@ def test_interrupted_job_resumes_from_its_checkpoint(jobs, work):
     assert (jobs / name / "attempt-1" / "algo-1" / "left").exists()
     assert "told" not in second
     for host in ("algo-1", "algo-2", "algo-3"):
-        # A data host may have learnt that the training is over before it was told to end.
+        # A data host exits with 0 if it learns that the training is over before SIGTERM arrives.
         assert (
             row(ended.stdout, host, 1)[2] in {"trainer": ["143"], "data": ["143", "0"]}[row(ended.stdout, host, 1)[1]]
         )
@@ -40,14 +40,14 @@ def test_interrupted_job_resumes_from_its_checkpoint(jobs, work):
 
 
 def test_a_host_that_still_saves_is_left_alone_when_another_has_left(jobs, work):
-    """All hosts were stopped: each has until the end of its own schedule."""
+    """When all hosts are stopped, a host may keep saving after another one has exited."""
     ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "stop@step=1", mode="save_longer")
     assert ended.returncode == 143, ended.stdout
     assert "saved ['SIGUSR2']" in ended.stdout
 
 
 def test_folders_of_all_attempts_are_discarded(jobs, work):
-    """With --discard, checkpoints in the job's folder are, too; a named checkpoint folder stays."""
+    """--discard removes the checkpoints in the job's folder, but keeps a folder given with --checkpoints."""
     options = ["--discard", "--fault", "restart@step=8"]
     assert run_faulty(jobs, work, *options, held=[19]).returncode == 0
     assert list(jobs.iterdir()) == []
@@ -57,7 +57,7 @@ def test_folders_of_all_attempts_are_discarded(jobs, work):
 
 
 def test_restart_kills_all_without_a_word(jobs, work):
-    """After a hardware failure the hosts were not told, and the next attempt begins."""
+    """A restart kills all hosts without SIGTERM, as after a hardware failure, and starts the next attempt."""
     ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "restart@epoch=2", held=[19])
     assert ended.returncode == 0
     assert "told" not in ended.stdout
@@ -67,7 +67,7 @@ def test_restart_kills_all_without_a_word(jobs, work):
 
 
 def test_interruption_of_one_host(jobs, work):
-    """Only that host is told; the others are killed when the time is over."""
+    """Only the interrupted host gets SIGTERM; hosts that still run after the grace period are killed."""
     options = ["--group", "trainer=2", "--fault", "interrupt:algo-2@step=5", "--grace-s", "1"]
     ended = run_faulty(jobs, work, *options, mode="deaf")
     assert ended.returncode == 0
@@ -78,7 +78,7 @@ def test_interruption_of_one_host(jobs, work):
 
 
 def test_stubborn_hosts_are_killed_when_the_time_is_over(jobs, work):
-    """A host that ignores SIGTERM gets SIGKILL after --grace-s, and the next attempt begins all the same."""
+    """A host that ignores SIGTERM is killed after --grace-s, and the next attempt starts anyway."""
     ended = run_faulty(jobs, work, "--fault", "interrupt@step=1", "--grace-s", "0.5", mode="stubborn")
     assert ended.returncode == 0
     assert ended.stdout.index("Killing host algo-1: the grace period of 0.5 s is over.") < ended.stdout.index(
@@ -89,7 +89,7 @@ def test_stubborn_hosts_are_killed_when_the_time_is_over(jobs, work):
 
 
 def test_signal_before_the_launcher_listens_is_lost(jobs, work):
-    """Process 1 of a container gets no signal that it did not ask for, and dies of none; nor does a launcher here."""
+    """SIGTERM before the launcher installs its handler is lost, as it is for process 1 of a container."""
     options = ["--fault", "hang:algo-1@start", "--fault", "interrupt@after=0", "--grace-s", "0.2"]
     ended = run_faulty(jobs, work, *options)
     assert ended.returncode == 0
@@ -101,20 +101,20 @@ def test_signal_before_the_launcher_listens_is_lost(jobs, work):
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("kind", ["stop", "interrupt"])
 def test_skewed_signals(jobs, work, kind):
-    """SIGTERM reaches the hosts the given seconds apart, in an order that repeats with the seed."""
+    """SIGTERM reaches the hosts ``skew`` seconds apart, in an order that the seed reproduces."""
     options = ["--group", "trainer=3", "--fault", f"{kind}@step=5,skew=1"]
     orders = []
     for _ in range(2):
         ended = run_faulty(jobs, work, *options, mode="leave_together")
         told = sorted((float(at), host) for host, at in said_after(ended.stdout, "told"))
         assert len(told) == 3
-        assert told[2][0] - told[0][0] > 1.0  # at best 2 s: each may hear of it late
+        assert told[2][0] - told[0][0] > 1.0  # 2 s at best: each host may receive it late
         orders.append([host for _, host in told])
     assert orders[0] == orders[1]
 
 
 def test_stopped_job_has_no_other_attempt(jobs, work):
-    """After StopTrainingJob the exit code is what the hosts made of SIGTERM."""
+    """A stopped job starts no further attempt, and exits with the code that its hosts return after SIGTERM."""
     ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "stop@step=5", held=[19])
     assert ended.returncode == 143
     assert "Attempt" not in ended.stdout
@@ -124,7 +124,7 @@ def test_stopped_job_has_no_other_attempt(jobs, work):
 
 
 def test_each_fault_happens_in_one_attempt(jobs, work):
-    """Two interruptions at the same step are one in each of two attempts; the third attempt succeeds."""
+    """Two faults at the same step interrupt one attempt each; the third attempt succeeds."""
     fault = ["--fault", "interrupt@step=5"]
     ended = run_faulty(jobs, work, *fault, *fault, held=[9, 19])
     assert ended.returncode == 0
@@ -133,7 +133,7 @@ def test_each_fault_happens_in_one_attempt(jobs, work):
 
 
 def test_fault_that_was_not_reached_is_said(jobs, work):
-    """A run that ended before a fault was due says so, lest it pass for a run that survived it."""
+    """A run that ends before a fault is due reports it, lest it pass for a run that survived the fault."""
     ended = run_faulty(jobs, work, "--fault", "interrupt@step=1000")
     assert ended.returncode == 0
     assert "Fault interrupt@step=1000 did not happen." in ended.stdout
@@ -141,7 +141,7 @@ def test_fault_that_was_not_reached_is_said(jobs, work):
 
 
 def test_ctrl_c_during_an_interruption_ends_the_job(jobs, work):
-    """Ctrl-C does not wait for the 120 s, and no other attempt begins."""
+    """Ctrl-C ends an interrupted job without waiting for the 120 s grace period or starting another attempt."""
     with started_faulty(jobs, work, "--fault", "interrupt@step=1", mode="stubborn") as emulator:
         read_to_line(emulator, "Fault interrupt")
         asked = time.monotonic()

@@ -1,4 +1,4 @@
-"""What an emulated job gives to its hosts, shows of them and keeps: scripts that need no torch and succeed."""
+"""What an emulated job passes to its hosts, prints and keeps, with scripts that succeed without torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.integration.emulators import SCRIPT_START, job_dir, local
 
 
 def test_every_host_runs_the_script_and_lines_carry_its_name(jobs, work):
-    """All hosts of all groups run the same script with the same arguments, each line shows which host wrote it."""
-    # They wait for each other: a data host is ended once the trainers have left, whichever host it is.
+    """All hosts run the same script with the same arguments, and each output line starts with the host's name."""
+    # The hosts wait for each other: a data host, whichever it is, is ended once the trainers have exited.
     (work / "train.py").write_text(
         SCRIPT_START
         + """
@@ -38,13 +38,13 @@ while len(seen := list(folder.iterdir())) < 3:
 
 
 def test_dashes_before_the_script_are_optional(jobs, work):
-    """The script may follow the options directly; dashes among its own arguments stay."""
+    """The script may follow the options directly; dashes among its arguments are passed on."""
     (work / "train.py").write_text("import sys\nprint('argv', sys.argv[1:])")
     assert "algo-1 | argv ['--a', '--', 'b']" in local(jobs, work, "--seed", "1", "train.py", "--a", "--", "b").stdout
 
 
 def test_summary_shows_group_role_and_exit_code(jobs, work):
-    """The table at the end has one line for each host."""
+    """The final table has one row per host, with its group, role and exit code."""
     (work / "train.py").write_text("")
     ended = local(jobs, work, "--group", "trainer=1", "--group", "data=1", "--seed", "1", "--", "train.py")
     table = ended.stdout[ended.stdout.index("host ") :]
@@ -53,7 +53,7 @@ def test_summary_shows_group_role_and_exit_code(jobs, work):
 
 
 def test_discard_removes_the_folders_after_success_only(jobs, work):
-    """A job that succeeded leaves nothing; one that failed leaves its logs."""
+    """--discard removes the folders of a job that succeeds, but keeps the logs of one that fails."""
     (work / "train.py").write_text(SCRIPT_START + "open(base + '/model/m.bin', 'w').close()\nint(os.environ['CODE'])")
     assert local(jobs, work, "--discard", "--", "train.py", CODE="0").stdout.endswith("were removed (--discard).\n")
     assert list(jobs.iterdir()) == []
@@ -62,7 +62,7 @@ def test_discard_removes_the_folders_after_success_only(jobs, work):
 
 
 def test_the_last_line_is_where_the_model_lies(jobs, work):
-    """The folders stay; before the last line comes that of the hosts."""
+    """The last line names the model's folder, and the line before it the hosts' folders, which are kept."""
     script = """
 if host == 'algo-2':
     for name in ('model.ckpt', 'config.yaml'):
@@ -80,7 +80,7 @@ if host == 'algo-2':
 
 
 def test_old_runs_do_not_pile_up(tmp_path, work):
-    """In the temporary folder the newest 20 are kept."""
+    """The temporary folder keeps the newest 20 runs."""
     base_dir = tmp_path / f"lightning-sm-{os.getuid()}"
     for number in range(22):
         (base_dir / f"local-20200101-1000{number:02}-a0b1" / "algo-1").mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_old_runs_do_not_pile_up(tmp_path, work):
 
 
 def test_output_that_is_not_text_passes(jobs, work):
-    """Bytes that are no UTF-8, progress bars and lines without an end do not stop the emulator."""
+    """Invalid UTF-8, progress bars and unterminated lines do not stop the emulator."""
     (work / "train.py").write_text(
         "import os\nos.write(1, b'\\xff\\xfe\\n50%\\r100%\\r\\n')\nos.write(2, b'no newline')"
     )
@@ -108,7 +108,7 @@ def test_output_that_is_not_text_passes(jobs, work):
 
 
 def test_stray_variables_do_not_reach_the_hosts(jobs, work):
-    """What other launchers and jobs left in the shell is gone; the user's own variables and --env are there."""
+    """Variables of other launchers and jobs are removed; the user's variables and --env are kept."""
     (work / "train.py").write_text(
         "import json, os\nos.write(1, b'env ' + json.dumps(dict(os.environ)).encode() + b'\\n')"
     )
@@ -151,7 +151,7 @@ def test_stray_variables_do_not_reach_the_hosts(jobs, work):
     ("name", "text"), [("h.json", '{"a": {"b": 1}, "c": "x y"}'), ("h.yaml", "a: {b: 1}\nc: x y\n")]
 )
 def test_hyperparameters_channels_and_checkpoints(jobs, work, tmp_path, name, text):
-    """Hosts find hyperparameters, channels and checkpoints where the service puts them, and the latter are uploaded."""
+    """Hosts find hyperparameters, channels and checkpoints where the service puts them; checkpoints are uploaded."""
     (work / name).write_text(text)
     (work / "train.py").write_text(
         SCRIPT_START + "import json, sys\nopen(base + '/checkpoints/' + host, 'w').close()\n"

@@ -1,4 +1,4 @@
-"""How much a large job says before the script does."""
+"""The lines that a large job logs before its script prints anything."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from tests.integration.emulators import SCRIPT_START, job_dir, local
 
 pytestmark = [pytest.mark.processes, pytest.mark.proof]
 
-# A data host is ended as soon as all trainers have left, at the latest before its script has done anything. So they
-# wait for each other, in the script's folder, which all hosts see.
+# The launcher ends a data host as soon as all trainers have exited, possibly before its script has printed anything. So
+# the hosts wait for each other, through the script's folder, which they share.
 _SCRIPT = (
     SCRIPT_START
     + """
@@ -26,7 +26,7 @@ while (seen := len(list(folder.iterdir()))) < 20:
 
 
 def test_each_of_twenty_hosts_begins_with_one_line(tmp_path):
-    """Sixteen trainers and four data hosts: version, host, role and script, and nothing else before or after."""
+    """Sixteen trainers and four data hosts each log one line (version, host, role and script), and nothing else."""
     (tmp_path / "train.py").write_text(_SCRIPT)
     jobs = tmp_path / "jobs"
     ended = local(jobs, tmp_path, "--group", "trainer=16", "--group", "data=4", "--", "train.py")

@@ -1,4 +1,4 @@
-"""Options of ``lightning-sm local``: ``--help`` shows how they are used, and wrong ones start nothing."""
+"""Options of ``lightning-sm local``: ``--help`` shows examples, and wrong options start nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.integration.faulty_jobs import run_faulty
 
 
 def test_help_has_examples():
-    """--help of both commands shows how they are used."""
+    """``--help`` of both commands shows an example."""
     for command, example in (("train", "SAGEMAKER_PROGRAM"), ("local", "--group trainer=2 --group data=1")):
         arguments = [sys.executable, "-m", "lightning_sm", command, "--help"]
         ended = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
@@ -48,7 +48,7 @@ def test_help_has_examples():
     ],
 )
 def test_bad_options_start_nothing(jobs, work, args, message):
-    """A wrong option ends the command with exit code 2 and one message that names it, before anything exists."""
+    """A wrong option makes the command exit with code 2 and one message that names it, and creates nothing."""
     (work / "train.py").write_text("print('started')")
     (work / "broken.json").write_text("{'a': 1}")
     (work / "broken.yaml").write_text("a: [1\nb: 2")
@@ -95,7 +95,7 @@ def test_bad_scripts_start_nothing(jobs, work, script, message):
     ],
 )
 def test_wrong_faults_start_nothing(jobs, work, options, message):
-    """A fault that cannot happen ends the command with exit code 2 and one message, before anything exists."""
+    """A fault that cannot happen makes the command exit with code 2 and one message, and creates nothing."""
     ended = run_faulty(jobs, work, *options)
     assert ended.returncode == 2
     assert ended.stderr.startswith("lightning-sm: error: ")

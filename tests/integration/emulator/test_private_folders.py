@@ -1,4 +1,4 @@
-"""Folders of emulated jobs on a machine that others use: they can neither read them nor decide what a job runs."""
+"""Folders of emulated jobs on a shared machine: other users can neither read them nor change what a job runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to act as
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A temporary folder as ``/tmp`` is: everybody may write there, and nobody may replace what others made."""
+    """A temporary folder like ``/tmp``: everybody may write there, but nobody may replace another user's files."""
     folder = Path(tempfile.mkdtemp(prefix="shared"))
     folder.chmod(0o1777)
     yield folder
@@ -31,7 +31,7 @@ def shared() -> Iterator[Path]:
 
 @pytest.fixture
 def parent(shared: Path) -> Path:
-    """The default parent of this user's runs, which is not there yet."""
+    """The default parent of this user's runs, which does not exist yet."""
     return shared / f"lightning-sm-{os.getuid()}"
 
 
@@ -87,7 +87,7 @@ def test_a_default_folder_that_others_control_is_refused(
 @_NEEDS_ROOT
 @pytest.mark.parametrize("is_default", [True, False])
 def test_another_user_reads_nothing_of_a_run(shared: Path, work: Path, is_default: bool) -> None:
-    """Neither hyperparameters nor log of a running job, also with --base-dir."""
+    """Another user can read neither the hyperparameters nor the log of a running job, even with --base-dir."""
     (work / "h.yaml").write_text("api_key: S3CR3T")
     (work / "train.py").write_text(
         SCRIPT_START
@@ -106,7 +106,7 @@ def test_another_user_reads_nothing_of_a_run(shared: Path, work: Path, is_defaul
 
 
 def test_hyperparameters_are_for_their_owner_whatever_the_umask(shared: Path, parent: Path, work: Path) -> None:
-    """Also a parent of an earlier time that others could read is closed."""
+    """Only the owner can read a run, even with umask 0 and in an older parent folder that others could read."""
     parent.mkdir(0o755)
     (work / "train.py").write_text(SCRIPT_START)
     before = os.umask(0)

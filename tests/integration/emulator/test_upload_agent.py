@@ -1,4 +1,4 @@
-"""The emulator's agent, which uploads the checkpoints of each host, and what the service makes of exit codes."""
+"""The emulator's agent, which uploads each host's checkpoints, and the service's reaction to exit codes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT_S = 60
 
 @pytest.fixture
 def bucket(tmp_path):
-    """The folder that stands for S3, with one object."""
+    """The folder that stands in for S3, with one object."""
     folder = tmp_path / "bucket"
     folder.mkdir()
     (folder / "old").write_text("of an earlier attempt")
@@ -35,7 +35,7 @@ def folder(tmp_path, bucket):
 
 @pytest.fixture
 def start(folder, bucket):
-    """A function that starts the host's agent, with the seconds that an upload takes."""
+    """A function that starts the host's agent, given the seconds that an upload takes."""
     agents = []
 
     def make(delay_s):
@@ -53,28 +53,28 @@ def wait(condition, what):
 
 
 def write(path, content):
-    """Write a file that the agent sees only with its whole content."""
+    """Write a file and rename it, so that the agent never sees a part of it."""
     unfinished = path.with_name(f"{path.name}.sagemaker-ignore")
     unfinished.write_text(content)
     unfinished.replace(path)
 
 
 def names(path):
-    """Names of all files and folders at any depth, but for the job's record."""
+    """Names of all files and folders at any depth, except the job's record."""
     found = (str(found.relative_to(path)) for found in path.rglob("*"))
     return sorted(name for name in found if not name.startswith("lightning-sm-record"))
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time of all agents, in seconds, as the only item of a list."""
+    """The clock of all agents, in seconds, as the only item of a list."""
     now = [0.0]
     monkeypatch.setattr("lightning_sm.emulator.agent.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
 def test_a_file_is_marked_while_it_is_uploaded_and_afterwards(folder, bucket, clock, start):
-    """As .sagemaker-uploading, and as .sagemaker-uploaded once S3 has all of it; a new content is uploaded again."""
+    """Files are marked .sagemaker-uploading, then .sagemaker-uploaded; new content is uploaded again."""
     start(5)
     write(folder / "a", "first")
     wait((folder / "a.sagemaker-uploading").exists, "the upload begins")
@@ -93,7 +93,7 @@ def test_a_file_is_marked_while_it_is_uploaded_and_afterwards(folder, bucket, cl
 
 
 def test_what_is_not_the_users_is_not_uploaded(folder, bucket, start):
-    """Neither unfinished files, nor files of unfinished folders, nor the agent's own, nor links."""
+    """The agent skips unfinished files, files in unfinished folders, its own markers, and links."""
     (folder / "half.sagemaker-ignore").mkdir()
     (folder / "half.sagemaker-ignore" / "part").write_text("unfinished")
     (folder / "a.sagemaker-ignore").write_text("unfinished")
@@ -106,7 +106,7 @@ def test_what_is_not_the_users_is_not_uploaded(folder, bucket, start):
 
 
 def test_removals_are_mirrored_and_downloads_are_not_uploaded(folder, bucket, start):
-    """What is removed on the host goes from S3; what came from there has no marker."""
+    """Files removed on the host are removed from S3; downloaded files get no marker."""
     start(0)
     write(folder / "a", "new")
     wait(lambda: is_uploaded(folder / "a"), "the new file is uploaded")
@@ -117,7 +117,7 @@ def test_removals_are_mirrored_and_downloads_are_not_uploaded(folder, bucket, st
 
 
 def test_an_agent_that_stops_leaves_what_it_has_not_uploaded(folder, bucket, start):
-    """It names the files, and S3 has nothing of them."""
+    """A stopped agent lists the files that it has not uploaded, and S3 has no part of them."""
     agent = start(60)
     write(folder / "a", "too late")
     wait((folder / "a.sagemaker-uploading").exists, "the upload begins")
@@ -128,7 +128,7 @@ def test_an_agent_that_stops_leaves_what_it_has_not_uploaded(folder, bucket, sta
 
 
 def test_an_agent_that_cannot_write_says_why(folder, bucket, start):
-    """Its error is kept for the emulator, which names it."""
+    """The agent keeps its error, so that the emulator can report it."""
     agent = start(0)
     (bucket / "old").unlink()
     bucket.rmdir()
@@ -141,13 +141,13 @@ def test_an_agent_that_cannot_write_says_why(folder, bucket, start):
 
 
 def test_the_next_attempt_begins_with_what_was_uploaded(jobs, work):
-    """Each host has a folder of its own; what was written at the last moment is lost, and the job says so."""
+    """Each host has a separate folder; files written at the last moment are lost, and the job names them."""
     options = ["--group", "trainer=2", "--upload-delay", "3", "--fault", "interrupt@step=1"]
     ended = run_faulty(jobs, work, *options, mode="upload")
     assert ended.returncode == 0, ended.stdout
     assert sorted(said_after(ended.stdout, "folder")) == [(host, "ml/checkpoints") for host in ("algo-1", "algo-2")]
     kept = ["deep/shard", "early", "of-algo-1", "of-algo-2"]
-    # All files are of the time of the download: the script had set one of them to 1970.
+    # Every file has the time of its download, although the script had set one of them to 1970.
     everything = str([(name, True) for name in kept])
     assert sorted(said_after(ended.stdout, "found")) == [("algo-1", everything), ("algo-2", everything)]
     assert f"Folder that stands for the checkpoints' address in S3: {job_dir(jobs) / 'checkpoints'}" in ended.stdout
@@ -158,7 +158,7 @@ def test_the_next_attempt_begins_with_what_was_uploaded(jobs, work):
 
 
 def test_everything_is_uploaded_when_a_host_ends_by_itself(jobs, work):
-    """Whatever an upload takes: the job is over."""
+    """When a host exits by itself, all its files are uploaded, whatever the delay."""
     (work / "train.py").write_text(SCRIPT_START + "open(base + '/checkpoints/' + host, 'w').close()\n")
     ended = local(jobs, work, "--group", "trainer=2", "--upload-delay", "60", "--", "train.py")
     assert ended.returncode == 0, ended.stdout
@@ -167,7 +167,7 @@ def test_everything_is_uploaded_when_a_host_ends_by_itself(jobs, work):
 
 
 def test_hosts_see_no_files_of_each_other(jobs, work):
-    """All see their own folder at the same path, and memory of their own in /dev/shm; nothing else of the job."""
+    """Each host has its folder at the same path and a private /dev/shm, and sees nothing else of the job."""
     (work / "train.py").write_text(
         SCRIPT_START + "import sys, time\n"
         "mine = [base + '/checkpoints/mine', '/dev/shm/mine']\n"
@@ -189,7 +189,7 @@ def test_hosts_see_no_files_of_each_other(jobs, work):
 
 
 def test_a_host_that_was_not_interrupted_and_leaves_first_fails_the_job(jobs, work):
-    """The service takes its exit code for a failure: there is no other attempt."""
+    """The service treats the host's exit code as a failure and starts no other attempt."""
     options = ["--group", "trainer=2", "--fault", "interrupt:algo-2@step=1"]
     ended = run_faulty(jobs, work, *options, mode="unstopped_leaves_first")
     assert ended.returncode == 3, ended.stdout
@@ -201,7 +201,7 @@ def test_a_host_that_was_not_interrupted_and_leaves_first_fails_the_job(jobs, wo
 
 
 def test_the_other_hosts_are_stopped_when_the_interrupted_one_has_left(jobs, work):
-    """The service ends the attempt then, and starts another."""
+    """When the interrupted host has exited, the service stops the other hosts and starts another attempt."""
     options = ["--group", "trainer=2", "--fault", "interrupt:algo-2@step=1"]
     ended = run_faulty(jobs, work, *options, mode="stopped_leaves_first")
     assert ended.returncode == 0, ended.stdout
@@ -212,7 +212,7 @@ def test_the_other_hosts_are_stopped_when_the_interrupted_one_has_left(jobs, wor
 
 @pytest.mark.parametrize("stopped", ["algo-1", "algo-2"])
 def test_hosts_leave_when_the_checkpoint_is_uploaded_and_the_stopped_one_first(jobs, work, stopped):
-    """Whichever host is stopped, and whichever has written the checkpoint: the next attempt resumes from it."""
+    """Hosts exit once the checkpoint is uploaded, the stopped one first, and the next attempt resumes from it."""
     options = ["--group", "trainer=2", "--upload-delay", "2", "--fault", f"interrupt:{stopped}@step=1"]
     ended = run_faulty(jobs, work, *options, mode="save_and_leave")
     assert ended.returncode == 0, ended.stdout
@@ -229,7 +229,7 @@ def test_hosts_leave_when_the_checkpoint_is_uploaded_and_the_stopped_one_first(j
 
 @pytest.mark.parametrize("delay", ["-1", "inf", "nan"])
 def test_a_delay_that_never_ends_is_refused(jobs, work, delay):
-    """Before anything starts."""
+    """A negative, infinite or undefined delay is refused before anything starts."""
     ended = run_faulty(jobs, work, f"--upload-delay={delay}")
     assert ended.returncode == 2
     assert f"--upload-delay {delay}: expected 0 seconds or more." in ended.stderr

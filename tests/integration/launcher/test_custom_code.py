@@ -1,4 +1,4 @@
-"""The user's own code under our entry point: which script runs, from where, and how it gets there."""
+"""How ``lightning-sm train`` finds, fetches and runs the user's code."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tests.integration.launching import TIMEOUT_S, failure, local_addresses, sta
 
 _ADDRESS = "s3://bucket/job/sourcedir.tar.gz"
 _PATH = "/bucket/job/sourcedir.tar.gz"
-# As SDK v2 sends them: JSON.
+# SDK v2 sends JSON.
 _SUBMITTED = {"sagemaker_program": '"train.py"', "sagemaker_submit_directory": f'"{_ADDRESS}"'}
 _WHO = "import os\nprint({who!r}, os.getcwd())"
 
 
 @pytest.fixture
 def base(tmp_path):
-    """The only host of a job."""
+    """A job with one host."""
     return write_job(tmp_path / "ml", resource_config({"homogeneousCluster": ["algo-1"]}, "algo-1"))
 
 
 @pytest.fixture
 def work(tmp_path):
-    """The working directory of the container, and beside it the folder for temporary files."""
+    """The container's working directory, next to a folder for temporary files."""
     (tmp_path / "tmp").mkdir()
     folder = tmp_path / "work"
     folder.mkdir()
@@ -42,13 +42,13 @@ def work(tmp_path):
 
 @pytest.fixture
 def s3():
-    """A server that stands for S3."""
+    """A fake S3 server."""
     with fake_s3() as store:
         yield store
 
 
 def _archive(files):
-    """A sourcedir.tar.gz, as SDK v2 uploads it."""
+    """Build a sourcedir.tar.gz like the one that SDK v2 uploads."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for name, content in files.items():
@@ -69,7 +69,7 @@ def _run(base, work, s3, *args, **variables):
 
 
 def test_code_in_s3_is_unpacked_and_run(base, work, s3):
-    """A script of the job's source_dir runs in /opt/ml/code with the packages beside it."""
+    """A script from the job's source_dir runs in /opt/ml/code and can import the packages next to it."""
     files = {"train.py": "import os\nfrom nets.model import X\nprint(X, os.getcwd())", "nets/model.py": "X = 42"}
     _submit(base, s3, files)
     ended = _run(base, work, s3)
@@ -78,7 +78,7 @@ def test_code_in_s3_is_unpacked_and_run(base, work, s3):
 
 
 def test_a_script_in_a_subfolder_of_the_source_dir(base, work, s3):
-    """entry_point="jobs/train.py" runs from the top of the source_dir."""
+    """entry_point="jobs/train.py" runs from the root of the source_dir."""
     _submit(base, s3, {"jobs/train.py": _WHO.format(who="jobs")}, sagemaker_program='"jobs/train.py"')
     assert _run(base, work, s3).stdout == f"jobs {base}/code\n"
 
@@ -99,7 +99,7 @@ def test_an_archive_on_this_machine(base, work, tmp_path, s3):
 
 
 def test_the_jobs_code_comes_before_that_of_the_image(base, work, s3):
-    """Neither a script in /opt/ml/code nor SAGEMAKER_PROGRAM of the image replaces what the job brought."""
+    """The job's code takes precedence over a script in /opt/ml/code and over the image's SAGEMAKER_PROGRAM."""
     (base / "code").mkdir()
     (base / "code" / "train.py").write_text(_WHO.format(who="image"))
     (work / "train.py").write_text(_WHO.format(who="work"))
@@ -112,7 +112,7 @@ def test_the_jobs_code_comes_before_that_of_the_image(base, work, s3):
 
 
 def test_a_script_of_the_same_name_in_the_image_is_no_substitute(base, work, s3):
-    """An entry point that the job's code lacks is an error, not the script of the image."""
+    """If the job's code lacks the entry point, the host fails instead of running the image's script."""
     (work / "train.py").write_text(_WHO.format(who="image"))
     _submit(base, s3, {"other.py": ""})
     ended = _run(base, work, s3)
@@ -121,14 +121,14 @@ def test_a_script_of_the_same_name_in_the_image_is_no_substitute(base, work, s3)
 
 
 def test_the_command_line_comes_first(base, work, s3):
-    """A script named after train runs from the job's code, whatever the hyperparameter says."""
+    """A script on the command line overrides the hyperparameter, and is run from the job's code."""
     _submit(base, s3, {"train.py": _WHO.format(who="hyperparameter"), "other.py": _WHO.format(who="line")})
     ended = _run(base, work, s3, "other.py")
     assert ended.stdout == f"line {base}/code\n"
 
 
 def test_the_script_of_the_image_may_use_code_of_the_job(base, work, s3):
-    """Without an entry_point of the job, the image's script runs, and finds the job's modules before the image's."""
+    """If the job sets no entry_point, the image's script runs and imports the job's modules before the image's."""
     (work / "train.py").write_text("import nets\nprint(nets.WHO)")
     (work / "app").mkdir()
     (work / "app" / "train.py").write_text("import os, nets\nprint(nets.WHO, os.getcwd())")
@@ -139,7 +139,7 @@ def test_the_script_of_the_image_may_use_code_of_the_job(base, work, s3):
 
 
 def test_another_start_in_the_same_container_runs_the_code_of_its_job(base, work, s3):
-    """What an earlier start unpacked is left alone and not run."""
+    """A second job in the same container runs its own code, not the code that the first job unpacked."""
     _submit(base, s3, {"train.py": "print('first')", "old.py": ""})
     assert _run(base, work, s3).stdout == "first\n"
     _submit(base, s3, {"train.py": "import os\nprint('second', os.path.exists('old.py'))"})
@@ -148,7 +148,7 @@ def test_another_start_in_the_same_container_runs_the_code_of_its_job(base, work
 
 
 def test_local_code_is_run_where_it_is_mounted(base, work, s3):
-    """SDK v2's local_code mode names /opt/ml/code itself; nothing is fetched."""
+    """Nothing is fetched in SDK v2's local_code mode, which submits /opt/ml/code as the code's location."""
     (base / "code").mkdir()
     (base / "code" / "train.py").write_text(_WHO.format(who="mounted"))
     (work / "train.py").write_text(_WHO.format(who="image"))
@@ -158,14 +158,14 @@ def test_local_code_is_run_where_it_is_mounted(base, work, s3):
 
 
 def test_code_that_is_nowhere_is_an_error(base, work, s3):
-    """A submit directory that does not exist is named with its origin."""
+    """The error for a missing submit directory names the directory and the hyperparameter that set it."""
     write_job(base, hyperparameters={**_SUBMITTED, "sagemaker_submit_directory": '"/nowhere"'})
     assert _run(base, work, s3).returncode == 2
     assert "hyperparameter sagemaker_submit_directory says that the code is at '/nowhere'" in failure(base)
 
 
 def test_errors_of_the_server_are_survived(base, work, s3):
-    """A request that fails is sent again."""
+    """A failed request to S3 is retried."""
     _submit(base, s3, {"train.py": "print('here')"})
     s3.failures = 2
     assert _run(base, work, s3).stdout == "here\n"
@@ -185,7 +185,7 @@ def test_errors_of_the_server_are_survived(base, work, s3):
     ids=["missing", "not an archive", "cut off", "outside", "no key", "not S3"],
 )
 def test_code_that_cannot_be_had_fails_the_host(base, work, s3, content, address, reason):
-    """The failure file names the address and what is wrong with it, and no script is started."""
+    """The failure file names the address and the problem, and no script is started."""
     if content is not None:
         s3.objects[_PATH] = content
     write_job(base, hyperparameters={**_SUBMITTED, "sagemaker_submit_directory": json.dumps(address)})
@@ -198,7 +198,7 @@ def test_code_that_cannot_be_had_fails_the_host(base, work, s3, content, address
 
 
 def test_without_boto3_the_error_says_what_to_install(base, work, tmp_path, s3):
-    """An image without boto3 cannot fetch code, and says so."""
+    """An image without boto3 cannot fetch code: the error names the missing package."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "boto3.py").write_text("raise ImportError('no boto3 here')")
     _submit(base, s3, {"train.py": ""})
@@ -207,7 +207,7 @@ def test_without_boto3_the_error_says_what_to_install(base, work, tmp_path, s3):
 
 
 def test_a_stop_ends_a_host_that_fetches_code(base, work, s3):
-    """At once, though S3 does not answer, with 143 and a reason; the log says what the host was doing."""
+    """SIGTERM stops a host that is waiting for S3: it exits with 143, and the reason names what it was fetching."""
     _submit(base, s3, {"train.py": ""})
     s3.objects[_PATH] = None
     with started(base, work, **s3.variables) as running:
@@ -219,7 +219,7 @@ def test_a_stop_ends_a_host_that_fetches_code(base, work, s3):
 
 
 def test_a_data_host_that_is_stopped_before_its_script_is_not_broken(tmp_path, work, s3):
-    """It leaves with 0, as it does when its script has started."""
+    """A data host that is stopped before its script starts exits with 0, as it does once the script runs."""
     groups = {"trainer": ["algo-1"], "data": ["algo-2"]}
     base = write_job(tmp_path / "ml", resource_config(groups, "algo-2", interface="lo"))
     _submit(base, s3, {"train.py": ""})
@@ -232,7 +232,7 @@ def test_a_data_host_that_is_stopped_before_its_script_is_not_broken(tmp_path, w
 
 
 def test_fetching_has_a_time_limit(base, work, s3):
-    """After LIGHTNING_SM_PREPARE_S the host fails, and says what it waited for."""
+    """The host fails after LIGHTNING_SM_PREPARE_S, and the reason names what it was waiting for."""
     _submit(base, s3, {"train.py": ""})
     s3.objects[_PATH] = None
     assert _run(base, work, s3, LIGHTNING_SM_PREPARE_S="2").returncode == 2
@@ -245,7 +245,7 @@ _SHELL = 'printf "%s|" "$0" "$@"; echo "$SM_HP_NAME|$(pwd)"; exit 7\n'
 @pytest.mark.matrix(first=2)
 @pytest.mark.parametrize("first_line", ["", "#!/bin/sh\n", "#!/usr/bin/env bash\n", "#! /bin/bash -e\n"])
 def test_shell_scripts_run_with_arguments_and_exit_code(base, work, first_line):
-    """A shell script without the right to be executed gets its arguments unchanged, and its exit code is the host's."""
+    """A shell script needs no execute permission, gets its arguments unchanged and sets the host's exit code."""
     (work / "run.sh").write_text(first_line + _SHELL)
     write_job(base, hyperparameters={"name": "a b $HOME 'c'"})
     ended = train(base, work, "run.sh", "fit")
@@ -254,7 +254,7 @@ def test_shell_scripts_run_with_arguments_and_exit_code(base, work, first_line):
 
 
 def test_a_first_line_names_any_interpreter(base, work):
-    """A script without a suffix runs by what its first line says, a program by itself."""
+    """A script without a suffix runs with the interpreter in its first line; a binary runs directly."""
     (work / "job").write_text(f"#!{sys.executable}\nprint('python')")
     (work / "true").write_bytes(Path("/bin/true").read_bytes())
     (work / "true").chmod(stat.S_IRWXU)
@@ -263,7 +263,7 @@ def test_a_first_line_names_any_interpreter(base, work):
 
 
 def test_a_shell_script_passes_arguments_on_to_python(base, work):
-    """A line python train.py "$@" gets what the script itself would get."""
+    """A shell script can pass its arguments to Python with ``python train.py "$@"``."""
     (work / "train.py").write_text("import json, sys\nprint(json.dumps(sys.argv[1:]))")
     (work / "run.sh").write_text(f'exec {sys.executable} train.py "$@"')
     write_job(base, hyperparameters={"subcommand": "fit", "data.path": "a b", "list": "[1, 2]"})
@@ -271,7 +271,7 @@ def test_a_shell_script_passes_arguments_on_to_python(base, work):
 
 
 def test_the_emulator_runs_shell_scripts(tmp_path, work):
-    """``lightning-sm local -- run.sh`` starts it on every host."""
+    """``lightning-sm local -- run.sh`` runs the shell script on every host."""
     (work / "run.sh").write_text('echo "$SM_CURRENT_HOST got $1"')
     command = ["local", "--group", "trainer=2", "--base-dir", str(tmp_path / "jobs"), "--", "run.sh", "fit"]
     ended = subprocess.run(
@@ -288,7 +288,7 @@ def test_the_emulator_runs_shell_scripts(tmp_path, work):
 
 
 def test_signals_reach_what_a_shell_script_started(base, work):
-    """SIGTERM reaches the Python process below the shell, which ends as it wants to."""
+    """SIGTERM reaches the shell script's Python process, and the shell script chooses the exit code."""
     (work / "train.py").write_text(
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('leaves', flush=True)))\n"
@@ -303,7 +303,7 @@ def test_signals_reach_what_a_shell_script_started(base, work):
 
 
 def test_code_where_sdk_v3_puts_it_is_found(base, work):
-    """SourceCode(command="lightning-sm train train.py") finds the script in the channel of the code."""
+    """SourceCode(command="lightning-sm train train.py") finds the script in the code channel."""
     folder = base / "input" / "data" / "code"
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(_WHO.format(who="v3"))
@@ -314,7 +314,7 @@ _VARIABLES = "import json, os\nprint(json.dumps(dict(os.environ)))"
 
 
 def test_more_than_an_environment_holds_is_left_out(tmp_path):
-    """With 100 hyperparameters of 2500 characters the script starts (the toolkit's does not)."""
+    """A script starts with 100 hyperparameters of 2500 characters each; under the toolkit it does not."""
     base = write_job(
         tmp_path / "ml",
         resource_config({"homogeneousCluster": ["algo-1"]}, "algo-1"),
@@ -331,7 +331,7 @@ def test_more_than_an_environment_holds_is_left_out(tmp_path):
 
 
 def test_variables_of_another_launcher_are_left_alone(tmp_path):
-    """Where hosts come from SM_HOSTS, and no file of the service exists, whoever set it has set the others, too."""
+    """No ``SM_`` variable is added if SM_HOSTS is set without SageMaker's files: another launcher has set them all."""
     (tmp_path / "train.py").write_text(_VARIABLES)
     variables = {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1", "SM_HP_X": "1"}
     ended = train(tmp_path / "ml", tmp_path, "train.py", **variables)
@@ -340,7 +340,7 @@ def test_variables_of_another_launcher_are_left_alone(tmp_path):
 
 
 def test_nothing_else_is_loaded_to_start_a_script(base, work):
-    """Without code in S3 the launcher loads neither boto3 nor the toolkit."""
+    """The launcher imports neither boto3, the toolkit nor pip if the code is not in S3."""
     (work / "train.py").write_text("")
     code = (
         "import sys\nfrom lightning_sm.__main__ import main\nassert main(['train', 'train.py']) == 0\n"

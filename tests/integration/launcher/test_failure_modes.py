@@ -1,7 +1,7 @@
-"""Failure modes x roles x moments, each a job of the emulator: two trainer hosts with one rank each, and data hosts.
+"""Failure modes x roles x moments. Each is an emulated job of two trainer hosts with one rank each, and data hosts.
 
-``MATRIX`` holds the parameters of the test, and the table in docs/lifecycle.md
-(``python -m tests.integration.launcher.test_failure_modes`` prints it).
+``MATRIX`` parametrizes the test and is the source of the table in docs/lifecycle.md. To print the table, run
+``python -m tests.integration.launcher.test_failure_modes``.
 """
 
 import re
@@ -17,22 +17,22 @@ from tests.integration.hosts import REPOSITORY, SCRIPTS
 from tests.quick_processes import python_path
 
 TIMEOUT_S = 120
-# From the first host that ends to the last one; the emulator itself allows 25 s, and the machine is shared.
+# From the first host's exit to the last one's. The emulator allows 25 s; the rest is for a busy machine.
 TOGETHER_S = 45.0
 MAX_REASON_CHARS = 1024
 PAGE = REPOSITORY / "docs" / "lifecycle.md"
-# Else the data hosts have no DataLoaders.
+# Without hooks, the data hosts create no DataLoaders.
 HOOKS_THERE = ("--data_service.hooks", "data")
-# Below the 25 s after which the emulator kills, unlike their defaults.
-# Else the trainers have all batches of an epoch before their data host is gone.
+# A larger window lets the trainers fetch the whole epoch before their data host is gone.
 FEW_AHEAD = ("--data_service.window_batches", "4")
+# The defaults exceed the 25 s after which the emulator kills the hosts.
 SHORT_TIMEOUTS = ("--data_service.lease_s", "5", "--data_service.batch_timeout_s", "5")
-EITHER = (1, 143)  # whatever reaches the other rank first: a lost peer, or SIGTERM
+EITHER = (1, 143)  # the other rank loses its peer (1) or gets SIGTERM (143), whichever comes first
 STOPPED = r"The job was stopped or interrupted \(SIGTERM\)\. "
-PEER_LEFT = r"RuntimeError: .*by peer"  # the other rank met the failure first, and left
-# The other rank failed first, and SIGTERM of this host's launcher came while this rank was still ending for that.
+PEER_LEFT = r"RuntimeError: .*by peer"  # the other rank saw the failure first and exited
+# The other rank failed first, and this host's launcher sent SIGTERM while this rank was still exiting because of that.
 ENDED = r"killed by SIGTERM \(exit code 143\) .*\s.*RuntimeError: .*by peer"
-SAVED = "Training saved its state and exited"  # with the batches that it still had
+SAVED = "Training saved its state and exited"  # after training on the batches that it still had
 KILLED = r"killed by SIGKILL \(exit code 137\)"
 
 
@@ -41,19 +41,19 @@ class Cell:
     """One failure mode, of one role, at one moment.
 
     Attributes:
-        mode: What happens.
-        role: To which hosts.
-        moment: When.
-        main: Exit codes that the main trainer's host may have.
-        other: Exit codes that the other trainer's host may have.
-        data: Exit codes that every data host may have.
-        job: Exit code of the emulator: that of the host that failed first.
-        first: The host whose reason the others repeat; None if no host can write one.
-        reason: How the failure file of that host begins (a regular expression).
-        other_reasons: Without such a host: how the failure files of the trainers begin, if there are any.
-        fails: FAILS and FAILS_ON, for the script.
-        options: Options of the emulator.
-        arguments: Arguments of the script.
+        mode: The failure.
+        role: The hosts that it happens to.
+        moment: When it happens.
+        main: Allowed exit codes of the main trainer host.
+        other: Allowed exit codes of the other trainer host.
+        data: Allowed exit codes of every data host.
+        job: The emulator's exit code, which is the exit code of the host that failed first.
+        first: The host whose reason the others repeat; None if no host can write a reason.
+        reason: Regular expression for the start of that host's failure file.
+        other_reasons: If ``first`` is None, regular expression for the start of the trainers' failure files, if any.
+        fails: Values of FAILS and FAILS_ON for the script.
+        options: Options for the emulator.
+        arguments: Arguments for the script.
         num_data_hosts: Number of data hosts.
     """
 
@@ -76,23 +76,23 @@ class Cell:
         return f"{self.mode}, {self.role}, {self.moment}"
 
     def row(self) -> str:
-        """The line of the table in the documentation."""
+        """Format this cell as a row of the table in the documentation."""
         codes = [" or ".join(map(str, codes)) for codes in (self.main, self.other, self.data)]
         return "| " + " | ".join([self.mode, self.role, self.moment, *codes, str(self.job)]) + " |"
 
 
 def fault(kind, when, *more):
-    """Options of the emulator."""
+    """Return the emulator's options for a fault."""
     return ("--fault", f"{kind}@{when}", *more)
 
 
-# Within the epochs of 30 steps.
+# An epoch has 30 steps.
 PERIODIC = (
     *("--trainer.callbacks+", "pytorch_lightning.callbacks.ModelCheckpoint"),
     *("--trainer.callbacks.every_n_train_steps", "7"),
 )
 RESTARTS = ("--env", "LIGHTNING_SM_MAX_RESTARTS=1")
-# The error, and where: the hosts have one rank each.
+# The error, then its location, which must have the same rank.
 EXCEPTION = r"ArithmeticError: rank (\d) fails at step (\d+|val)\non trainer host algo-\d, rank \1 \(exit code 1\)\n"
 LAST_LINES = r"exit code {} on (trainer|data) host algo-\d(, rank \d)?; last lines of stderr"
 MATRIX = [
@@ -298,7 +298,7 @@ MATRIX = [
 
 
 def run_job(folder, cell):
-    """Run the cell; returns exit code and output."""
+    """Run the cell's job, and return its exit code and output."""
     fails = dict(zip(("FAILS", "FAILS_ON"), cell.fails, strict=False))
     env = {"NOTES": str(folder / "notes"), "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(REPOSITORY), **fails}
     command = [
@@ -323,7 +323,7 @@ def run_job(folder, cell):
 
 
 def hosts_of(folder, output):
-    """Exit code, seconds and failure file (or None) of every host, by its part in the job."""
+    """Map each host's part in the job to its exit code, seconds, failure file (or None) and name."""
     rows = re.findall(r"^(algo-\d+) +\S+ +(trainer|data) +(\d*) +([\d.]+)", output, re.MULTILINE)
     trainers = sorted(name for name, role, *_ in rows if role == "trainer")
     parts = dict(zip(trainers, ("main", "other"), strict=True))
@@ -336,8 +336,8 @@ def hosts_of(folder, output):
 
 
 def left_of(folder):
-    """Command lines of processes that belong to hosts in the folder."""
-    processes = psutil.process_iter(["environ", "cmdline"])  # None for processes that are not readable, or have ended
+    """Return the command lines of processes that belong to hosts in the folder."""
+    processes = psutil.process_iter(["environ", "cmdline"])  # None if the process is not readable or has exited
     return [
         process.info["cmdline"]
         for process in processes
@@ -347,7 +347,7 @@ def left_of(folder):
 
 @pytest.fixture(scope="module")
 def job_of(tmp_path_factory):
-    """The folder of a cell's job, its exit code and its output; each cell is run once."""
+    """Run a cell's job once, and return its folder, exit code and output."""
     made = {}
 
     def ended(cell):
@@ -363,7 +363,7 @@ def job_of(tmp_path_factory):
 @pytest.mark.matrix(rows=["SIGKILL of the whole host, only data host"])
 @pytest.mark.parametrize("cell", MATRIX, ids=str)
 def test_a_job_ends_well_however_it_ends(job_of, cell):
-    """Every host has its exit code and its reason, all end together, and no process is left behind."""
+    """All hosts exit together with the expected exit codes and reasons, and no process is left behind."""
     folder, code, output = job_of(cell)
     hosts = hosts_of(folder, output)
     assert code == cell.job, output
@@ -388,12 +388,12 @@ def test_a_job_ends_well_however_it_ends(job_of, cell):
 
 
 def check_first(cell, hosts, output):
-    """The host that failed first has its own reason, which names it. The other trainer repeats it.
+    """Check that the host that failed first names itself in its reason, and that the other trainer repeats the reason.
 
-    The launcher of the failed host reports before the emulator ends the others; a host that is stopped first would give
-    that as its reason.
+    The failed host's launcher reports before the emulator stops the others. A host that is stopped before the report
+    arrives would give the stop as its reason.
     """
-    if cell.first == "any":  # all had the same reason, and any of them may have been first
+    if cell.first == "any":  # all hosts fail for the same reason, in any order
         assert any(re.search(cell.reason, host[2] or "") for host in hosts.values()), output
         assert all(re.match(f"({cell.reason}|{STOPPED})", hosts[part][2]) for part in ("main", "other")), output
         return
@@ -404,7 +404,7 @@ def check_first(cell, hosts, output):
 
 
 def numbers_of(folder):
-    """The last number that each rank noted for each batch: a resumed run repeats the steps since its checkpoint."""
+    """Map each batch of each rank to the last number noted for it: a resumed run repeats steps since its checkpoint."""
     found = {}
     for path in (folder / "notes").glob("*.txt"):
         for line in path.read_text().splitlines():
@@ -416,7 +416,7 @@ def numbers_of(folder):
 @pytest.mark.proof
 @pytest.mark.processes
 def test_a_restart_changes_no_number(job_of):
-    """Killed in mid-epoch, a job restarts from a checkpoint and ends with the losses of one that was not killed."""
+    """A job that is killed in mid-epoch restarts from a checkpoint and has the same losses as an undisturbed job."""
     undisturbed, code, output = job_of(MATRIX[0])
     assert code == 0, output
     (restarted,) = [cell for cell in MATRIX if cell.arguments == PERIODIC]
@@ -424,20 +424,20 @@ def test_a_restart_changes_no_number(job_of):
     assert code == 0, output
     assert "Restart 1 of 1: all trainer hosts restart from the latest valid checkpoint." in output
     assert re.search(r"Resuming from \S+step=4\d.ckpt, the latest valid checkpoint of the job", output), output
-    assert len(re.findall(r"Data host algo-\d serves at", output)) == 1, output  # which was not restarted
+    assert len(re.findall(r"Data host algo-\d serves at", output)) == 1, output  # the data host is not restarted
     numbers = numbers_of(undisturbed)
     assert len({key for key in numbers if key[1] == "train"}) == 2 * 60
     assert numbers_of(killed) == numbers
 
 
 def table():
-    """The table of the documentation."""
+    """Format ``MATRIX`` as the table in the documentation."""
     names = ["failure mode", "who", "when", "main trainer", "other trainer", "data hosts", "job"]
     return "\n".join(["| " + " | ".join(names) + " |", "|" + "---|" * len(names), *(cell.row() for cell in MATRIX)])
 
 
 def test_the_documentation_has_the_matrix():
-    """The page for users shows the tested cells with the asserted exit codes."""
+    """The table in docs/lifecycle.md matches the tested cells and their exit codes."""
     assert table() in PAGE.read_text(encoding="utf-8"), (
         "python -m tests.integration.launcher.test_failure_modes prints it"
     )

@@ -1,4 +1,4 @@
-"""Which process of a host failed first, and why; scripts that need no torch."""
+"""The launcher names the process that failed first, and why. The scripts do not use torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.launching import failure, train
 
-# Rank 0 starts rank 1, which does something when both have announced themselves; rank 0 notices when it is gone.
+# Rank 0 starts rank 1. Once both ranks have announced themselves, rank 1 fails, and rank 0 notices that it is gone.
 _RANKS = """
 import logging, os, subprocess, sys, threading, time
 from lightning_sm.job.control_folder import Phase, announce
@@ -52,14 +52,14 @@ child = subprocess.Popen([sys.executable, *sys.argv], env=env, stdin=subprocess.
 child.stdout.read(1)
 {of_rank_0}
 """
-# As with Gloo: the connection is gone as soon as rank 1 is, or has begun to exit.
+# With Gloo, the connection breaks as soon as rank 1 exits or begins to exit.
 _LOSES_CONNECTION = """
 child.stdin.write(b"\\n")
 child.stdin.flush()
 child.stdout.read()
 raise ConnectionResetError("Connection reset by peer")
 """
-# As Lightning's observer of its ranks does every 5 s.
+# Lightning's observer thread, which checks the ranks every 5 s, kills rank 0 like this.
 _KILLS_ITSELF = """
 child.stdin.write(b"\\n")
 child.stdin.flush()
@@ -90,7 +90,7 @@ os.kill(os.getpid(), 9)
     ],
 )
 def test_a_local_rank_that_failed_first_is_named(alone, work, of_rank_0, of_rank_1, code, start):
-    """With its signal, exit code or exception, whatever rank 0 said of its lost connection, and however it died."""
+    """The reason is rank 1's signal, exit code or exception, however rank 0 failed after losing its connection."""
     (work / "train.py").write_text(_RANKS.format(of_rank_0=of_rank_0, of_rank_1=of_rank_1))
     ended = train(alone, work, "train.py")
     reason = failure(alone)
@@ -128,7 +128,7 @@ _REPORTS = "from lightning_sm.job.failure_file import report_failures; report_fa
     ],
 )
 def test_what_a_script_survived_is_not_its_failure(alone, work, imports, death, code, start):
-    """An exception that it caught and logged, and one of a background thread: neither the reason, nor permanent."""
+    """An exception that was caught, or raised in a thread, is not the reason and does not prevent a restart."""
     (work / "train.py").write_text(_CAUGHT.format(imports=imports, death=death))
     ended = train(alone, work, "train.py", LIGHTNING_SM_MAX_RESTARTS="1")
     assert ended.returncode == code
@@ -139,7 +139,7 @@ def test_what_a_script_survived_is_not_its_failure(alone, work, imports, death, 
 
 
 def test_a_report_that_cannot_be_written_does_not_hide_the_exception(alone, work):
-    """The launcher may be gone, and its folder with it: Python prints the exception all the same."""
+    """Python prints the exception even if the control folder is gone, for example because the launcher has exited."""
     script = f"import os, shutil\n{_REPORTS}\nshutil.rmtree(os.environ['LIGHTNING_SM_CONTROL_DIR'])\n1 / 0\n"
     (work / "train.py").write_text(script)
     ended = train(alone, work, "train.py")
@@ -164,7 +164,7 @@ raise ConnectionResetError("Connection reset by peer")
 
 
 def test_torchrun_shows_the_exception_of_the_rank_that_failed_first(work):
-    """Also without our launcher, as in AWS's images; rank 0 fails in the same second, because of rank 1."""
+    """Without our launcher, as in AWS's images, torchrun blames rank 1 even if rank 0 fails in the same second."""
     (work / "train.py").write_text(_RANKS_OF_TORCHRUN)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     ended = subprocess.run(torchrun, cwd=work, capture_output=True, text=True, check=False, timeout=90)

@@ -1,4 +1,4 @@
-"""A hang that the launcher of one host notices, in a job of several hosts; the scripts need no torch."""
+"""Hangs that the launcher of one host detects. The scripts do not use torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 from tests.integration.emulators import job_dir, local, processes_of
 from tests.integration.launching import failure, started, train
 
-# The rank on the main host says nothing after its second step. All others do something that may take any time.
+# The rank on the main host reports nothing after its second step. The other processes are in phases without a limit.
 _SCRIPT = """
 import time
 from pathlib import Path
@@ -38,7 +38,7 @@ stuck_here()
 
 
 def test_all_hosts_save_their_stacks_when_one_hangs(jobs, work):
-    """The reason names the rank that made no progress; data hosts and ranks that wait for it show where they are."""
+    """The reason names the rank that made no progress, and all three hosts save their stacks."""
     (work / "train.py").write_text(_SCRIPT)
     groups = ["--group", "trainer=2", "--group", "data=1", "--seed", "1", "--env", "LIGHTNING_SM_HANG_S=1"]
     ended = local(jobs, work, *groups, "--", "train.py")
@@ -46,7 +46,7 @@ def test_all_hosts_save_their_stacks_when_one_hangs(jobs, work):
     reason = ended.stdout.rpartition("The job failed:\n")[2]
     assert reason.startswith("The training hangs: no progress on host algo-")
     assert "Last seen: rank 0 at step 2, training (" in reason
-    # The others say in their logs where they wait.
+    # The other two hosts log where they saved their stacks.
     said = r"^(algo-\d) \| .*last seen: .* s ago\)\. Stacks: /"
     assert len(set(re.findall(said, ended.stdout, re.MULTILINE))) == 2
     saved = sorted(job_dir(jobs).glob("algo-*/output/data/**/stacks-*.txt"))
@@ -55,7 +55,7 @@ def test_all_hosts_save_their_stacks_when_one_hangs(jobs, work):
     assert not processes_of(jobs)
 
 
-# As a rank in a collective call: it handles SIGUSR2 and SIGTERM, but never gets to it.
+# Simulates a rank in a collective call, whose handlers for SIGUSR2 and SIGTERM never get to run.
 _STUCK = """
 import signal, time
 from lightning_sm.job.control_folder import Phase, announce
@@ -75,7 +75,7 @@ stuck_here()
 
 
 def test_a_rank_that_hangs_when_the_job_is_stopped_leaves_its_stacks(base, work):
-    """Before SIGKILL; the host is interrupted (143), and its reason says where the rank stood."""
+    """Stacks are saved before SIGKILL; the host exits with 143, and the reason has the rank's last step."""
     (work / "train.py").write_text(_STUCK)
     with started(base, work, "train.py", LIGHTNING_SM_STOP_SCHEDULE="0.5,2") as running:
         running.wait_for("ready")
@@ -92,7 +92,7 @@ def test_a_rank_that_hangs_when_the_job_is_stopped_leaves_its_stacks(base, work)
 
 
 def test_a_rank_whose_exit_hangs_after_an_exception_has_failed_with_it(alone, work):
-    """The exception is the reason, not the hang, for which the launcher kills the rank."""
+    """The exception is the reason, although the launcher kills the rank because it hangs."""
     (work / "train.py").write_text(
         "import atexit, time\nfrom lightning_sm.job.control_folder import Phase, announce\n"
         "from lightning_sm.job.failure_file import report_failures\n"

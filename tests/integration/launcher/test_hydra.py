@@ -1,4 +1,4 @@
-"""Scripts of Hydra, the real one, which takes ``name=value`` and no ``--name=value``."""
+"""Scripts that use the real Hydra, which accepts ``name=value`` but not ``--name=value``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HARD = "it's a \\'quoted\\' \"text\", {with}: [all] = $signs, and a backslash \
 
 @pytest.fixture(scope="session")
 def hydra(tmp_path_factory):
-    """A folder for ``PYTHONPATH`` that has Hydra, which the tests' own Python has not."""
+    """A ``PYTHONPATH`` folder with Hydra, which is not installed in the tests' environment."""
     folder = tmp_path_factory.mktemp("hydra")
     needs = ["hydra-core>=1.3,<1.4", "omegaconf>=2.3,<2.4", "antlr4-python3-runtime==4.9.*"]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *needs]
@@ -42,7 +42,7 @@ def hydra(tmp_path_factory):
 
 @pytest.fixture
 def hydra_script(work):
-    """A script of Hydra with its configuration, and another configuration."""
+    """A Hydra script with two configurations."""
     (work / "train.py").write_text(_SCRIPT)
     (work / "conf").mkdir()
     (work / "conf" / "config.yaml").write_text(_CONFIG)
@@ -60,7 +60,7 @@ def _run(base, work, hydra, hyperparameters, *args):
 
 
 def test_hyperparameters_override_the_configuration(base, hydra_script, hydra):
-    """Each in Hydra's own syntax: numbers, text with special characters, lists, dicts, additions, options."""
+    """Numbers, special characters, lists, dicts, additions and options are converted to Hydra's syntax."""
     hyperparameters = {
         "model.width": "3",
         "model.name": _HARD,
@@ -84,7 +84,7 @@ def test_hyperparameters_override_the_configuration(base, hydra_script, hydra):
 
 
 def test_secrets_are_not_in_the_log(base, hydra_script, hydra):
-    """The log hides them in Hydra's notation, and says who can read the command line."""
+    """The log hides secrets in Hydra's notation and warns that others can read the command line."""
     ended = _run(base, hydra_script, hydra, {"token": VALUE})
     assert json.loads(ended.stdout)["token"] == VALUE
     assert "'token=(hidden)'" in ended.stderr
@@ -93,7 +93,7 @@ def test_secrets_are_not_in_the_log(base, hydra_script, hydra):
 
 
 def test_an_override_of_what_is_not_there_is_the_reason_for_the_failure(base, hydra_script, hydra):
-    """Hydra's own message, which says how to add it."""
+    """The failure file quotes Hydra's message about an override of a key that does not exist."""
     ended = _run(base, hydra_script, hydra, {"epochs": "3"})
     assert ended.returncode == 1
     assert "Could not override 'epochs'" in failure(base)

@@ -1,4 +1,4 @@
-"""Sixteen launchers of one job, with scripts without torch: all learn of its end, and none floods the log."""
+"""Sixteen launchers in one job: all exit with the job, and none floods the log. The scripts do not use torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIMEOUT_S = 240
 
 @pytest.fixture(scope="module")
 def endings():
-    """How the jobs of the benchmark ended, by name."""
+    """Results of the benchmark's jobs by name."""
     ended = subprocess.run(
         [sys.executable, str(_BENCHMARK), "--hosts", str(_HOSTS), "--json"],
         capture_output=True,
@@ -28,7 +28,7 @@ def endings():
     return {ending["name"]: ending for ending in json.loads(ended.stdout)}
 
 
-@pytest.mark.proof  # what the launchers decide is tested with two and three
+@pytest.mark.proof  # other tests cover the launchers' decisions with two and three hosts
 @pytest.mark.parametrize(
     ("name", "exit_codes"),
     [
@@ -39,7 +39,7 @@ def endings():
     ],
 )
 def test_all_hosts_end_alike(endings, name, exit_codes):
-    """Every launcher ends, with the exit code that follows from the cause, after at most a dozen lines."""
+    """Every launcher exits with the code that the cause implies, and logs at most a dozen lines."""
     ending = endings[name]
     assert ending["exit_codes"] == exit_codes
     assert ending["lines"] <= 12

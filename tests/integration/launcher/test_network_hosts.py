@@ -1,4 +1,4 @@
-"""Two hosts with a network each: own interface, own name, nothing shared but a wire, and the launcher as PID 1."""
+"""Two hosts in separate network namespaces, joined only by a virtual wire, with the launcher as PID 1."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(_IP is None, reason="needs ip (Debian package iproute2)"),
 ]
 
-# A namespace of its own for PIDs, mounts and the host name; /proc of the new PIDs, and names from a file of the test.
+# Separate namespaces for PIDs, mounts and the host name, with a matching /proc; the test provides /etc/hosts.
 _CONTAINER = ("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c")
 _ENTRY = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
 
@@ -32,7 +32,7 @@ def _ip(*arguments):
 
 @pytest.fixture
 def network():
-    """Two network namespaces with an ``eth0`` each, joined by a bridge in a third one; their names by host."""
+    """Two network namespaces, each with an ``eth0``, joined by a bridge in a third; maps host to namespace name."""
     prefix = f"lsm-{secrets.token_hex(3)}"
     switch, spaces = f"{prefix}-switch", {f"algo-{number}": f"{prefix}-{number}" for number in (1, 2)}
     made = []
@@ -55,7 +55,7 @@ def network():
 
 
 def test_hosts_meet_by_name_over_their_own_interface(network, tmp_path):
-    """``lightning-sm train`` joins two hosts that share only a wire, and Gloo uses the interface of the job."""
+    """Hosts that share only a wire train together by host name, and Gloo uses the job's network interface."""
     hyperparameters = {
         "model.schedule": "{'warm': 1, 'cool': 2.5}",
         "trainer.accelerator": "cpu",

@@ -1,4 +1,4 @@
-"""The ranks of a script: which variables they find, who starts them, and how they end together."""
+"""The ranks of a script: their variables, who starts them, and how they exit together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOW = (
     f"seen = {{name: os.environ[name] for name in {_NAMES} if name in os.environ}}\n"
     "os.write(1, json.dumps(seen).encode() + b'\\n')\n"
 )
-# Ranks write whole lines: an unbuffered print() writes the end of a line by itself, so that two lines could become one.
+# Write whole lines: an unbuffered print() writes the newline separately, so lines of two ranks could be joined.
 _RANK = (
     "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n"
     "def say(text):\n    os.write(1, f'{text}\\n'.encode())\n"
@@ -34,7 +34,7 @@ def _seen(output: str) -> list[dict[str, str]]:
 
 
 def test_a_script_finds_the_main_host_and_its_own_node_rank(base, work):
-    """Without a number of processes, nothing keeps Lightning from starting local ranks, or gives them one rank."""
+    """If the job sets no number of processes, RANK is not set, and Lightning can start the local ranks."""
     (work / "train.py").write_text(_SHOW)
     assert _seen(train(base, work, "train.py", **_PORT).stdout) == [{**_MAIN, "NODE_RANK": "1"}]
 
@@ -49,7 +49,7 @@ def test_a_script_finds_the_main_host_and_its_own_node_rank(base, work):
     ],
 )
 def test_each_process_that_the_job_asks_for_is_a_rank(base, work, hyperparameters, variables):
-    """LIGHTNING_SM_DEVICES or distribution={...} say how many, and each has the variables of torchrun."""
+    """LIGHTNING_SM_DEVICES or distribution={...} sets the number of ranks, and each rank has torchrun's variables."""
     write_job(base, hyperparameters=hyperparameters)
     code = base / "code"
     code.mkdir()
@@ -63,7 +63,7 @@ def test_each_process_that_the_job_asks_for_is_a_rank(base, work, hyperparameter
 
 
 def test_one_process_per_host_is_a_rank_too(base, work):
-    """A job that states it has no need for a further process."""
+    """With LIGHTNING_SM_DEVICES=1, the script is a rank and runs directly below the launcher."""
     (work / "train.py").write_text(_SHOW + "print(json.dumps({'parent': str(os.getppid())}))")
     with started(base, work, "train.py", **_PORT, LIGHTNING_SM_DEVICES="1") as running:
         assert running.exit_code() == 0, running.seen
@@ -80,7 +80,7 @@ def test_one_process_per_host_is_a_rank_too(base, work):
 
 
 def test_a_data_host_has_no_rank(base, work):
-    """Its script runs once, without the variables of a rank."""
+    """A data host's script runs once, without a rank's variables."""
     groups = {"trainer": ["algo-1"], "data": ["algo-3"]}
     write_job(base, resource_config(groups, "algo-3", instance_types=dict.fromkeys(groups, "ml.m5.large")))
     (work / "train.py").write_text(_SHOW)
@@ -88,7 +88,7 @@ def test_a_data_host_has_no_rank(base, work):
 
 
 def test_a_shell_script_starts_its_own_ranks(base, work):
-    """It runs once, and a line of the log says that it does."""
+    """A shell script runs once per host, even if the job asks for two processes, and the log explains why."""
     (work / "run.sh").write_text(f"{sys.executable} show.py")
     (work / "show.py").write_text(_SHOW)
     ended = train(base, work, "run.sh", **_PORT, LIGHTNING_SM_DEVICES="2")
@@ -97,7 +97,7 @@ def test_a_shell_script_starts_its_own_ranks(base, work):
 
 
 def test_a_rank_that_fails_ends_the_others_of_its_host(base, work):
-    """The exit code is that of the first one that failed, and the failure file says which it was."""
+    """The host exits with the code of the first rank that failed, and the failure file names that rank."""
     (work / "train.py").write_text(_RANK + "os.kill(os.getpid(), 9) if rank == 3 else time.sleep(600)")
     ended = train(base, work, "train.py", LIGHTNING_SM_DEVICES="2")
     assert ended.returncode == 137
@@ -107,7 +107,7 @@ def test_a_rank_that_fails_ends_the_others_of_its_host(base, work):
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(base, work):
-    """No rank outlives the host's script, and ranks learn that others are gone before they are told to exit."""
+    """A rank that ignores SIGTERM is killed; ``peers-gone`` exists before the rank gets SIGTERM."""
     os.mkfifo(work / "ready")
     (work / "train.py").write_text(
         _RANK
@@ -122,7 +122,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(base, work):
 
 
 def test_the_cause_is_named_though_its_consequence_exits_first(base, work):
-    """A rank that loses its connection may exit before the one that caused it has printed its traceback."""
+    """The cause is named even if a rank that lost its connection exits before the failing rank prints its traceback."""
     os.mkfifo(work / "lives")
     (work / "train.py").write_text(
         _RANK
@@ -136,7 +136,7 @@ def test_the_cause_is_named_though_its_consequence_exits_first(base, work):
 
 
 def test_ranks_may_need_different_times_to_stop(base, work):
-    """One that has saved its part exits with 143, which does not end another that is still saving."""
+    """A rank that has saved and exited with 143 does not interrupt a rank that is still saving."""
     os.mkfifo(work / "lives")
     (work / "train.py").write_text(
         _RANK
@@ -193,7 +193,7 @@ _CLI = _LIGHTNING + "SageMakerCLI(Model, trainer_defaults=quiet, save_config_cal
 
 
 def _run(folder: Path, script: str, *args: str, **variables: str) -> str:
-    """What the launchers of two hosts print."""
+    """Run the script on two hosts, and return the output of both launchers."""
     hosts = Hosts(folder)
     (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", "lightning_sm", "train", str(folder / "train.py"), *args]
@@ -206,7 +206,7 @@ def _run(folder: Path, script: str, *args: str, **variables: str) -> str:
 
 @pytest.mark.processes
 def test_a_script_that_numbers_its_hosts_needs_the_main_address_only(tmp_path):
-    """As on the images of AWS: rank and world size come from SM_HOSTS and SM_CURRENT_HOST."""
+    """A script can take rank and world size from SM_HOSTS and SM_CURRENT_HOST, as it can in AWS's images."""
     output = _run(tmp_path, _SEED)
     assert output.count("world 2\n") == 2
 
@@ -223,7 +223,7 @@ def test_a_script_that_numbers_its_hosts_needs_the_main_address_only(tmp_path):
     ids=["Trainer", "SageMakerCLI"],
 )
 def test_a_script_of_lightning_has_the_same_ranks_whoever_starts_them(tmp_path, script, environment, args, devices):
-    """Without a number in the job, Lightning starts the local ranks; with one, the launcher does."""
+    """The launcher starts the local ranks if the job sets their number, and Lightning does otherwise."""
     output = _run(tmp_path, script, *args, LIGHTNING_SM_DEVICES=devices)
     lines = sorted(line for line in output.splitlines() if "Environment rank" in line)
     assert lines == [f"{environment[devices]} rank {rank} world 4" for rank in range(4)], output

@@ -1,4 +1,4 @@
-"""The report that a job leaves, however it ends; the scripts need no torch."""
+"""The report of a job that succeeds or fails. The scripts do not use torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from tests.integration.emulators import job_dir, local
 
-# Writes what a training process writes, and ends as it is told.
+# Writes the record of a training process. With an argument, the rank of that number fails.
 _SCRIPT = """
 import os, sys, time
 from pathlib import Path
@@ -41,7 +41,7 @@ def _reports(jobs):
 
 
 def test_a_main_host_that_fails_writes_a_report_and_still_ends_first(jobs, work):
-    """Exit code and reason of the job are its own, as without a report, though it takes seconds longer to leave."""
+    """A failed main host sets the job's exit code and reason, although its report delays its exit by seconds."""
     (work / "train.py").write_text(_SCRIPT)
     ended = local(jobs, work, *_GROUPS, "--", "train.py", "0", LIGHTNING_SM_REPORT_S="60")
     assert ended.returncode == 7, ended.stdout
@@ -55,7 +55,7 @@ def test_a_main_host_that_fails_writes_a_report_and_still_ends_first(jobs, work)
 
 
 def test_the_page_of_the_main_host_says_why_another_host_failed(jobs, work):
-    """Its own script was only ended for that; the service uploads no other page."""
+    """The main host's report, the only one that SageMaker uploads, names the host that failed first."""
     (work / "train.py").write_text(_SCRIPT)
     ended = local(jobs, work, *_GROUPS, "--", "train.py", "1", LIGHTNING_SM_REPORT_S="60")
     assert ended.returncode == 7, ended.stdout
@@ -65,7 +65,7 @@ def test_the_page_of_the_main_host_says_why_another_host_failed(jobs, work):
 
 
 def test_a_report_that_cannot_be_written_changes_nothing(jobs, work):
-    """Without time for it, the job succeeds all the same, and the log says what is missing."""
+    """The job succeeds even if the report takes too long to write, and the log mentions the missing report."""
     (work / "train.py").write_text(_SCRIPT)
     ended = local(jobs, work, *_GROUPS, "--", "train.py", LIGHTNING_SM_REPORT_S="0.01")
     assert ended.returncode == 0, ended.stdout

@@ -1,4 +1,4 @@
-"""What pip installs before the script starts: into a virtual environment of its own, from a folder of tiny packages."""
+"""Installing requirements before the script starts, into a virtual environment, from a folder of tiny packages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IMPORT = "import tiny\nprint('tiny', tiny.VERSION)"
 
 @pytest.fixture
 def base(tmp_path):
-    """The only host of a job whose code was mounted, as in SDK v2's local_code mode."""
+    """A job with one host and mounted code, as in SDK v2's local_code mode."""
     folder = write_job(
         tmp_path / "ml",
         resource_config({"homogeneousCluster": ["algo-1"]}, "algo-1"),
@@ -35,7 +35,7 @@ def base(tmp_path):
 
 @pytest.fixture
 def python(tmp_path):
-    """An interpreter that sees all packages of this one, and installs into a place of its own."""
+    """The interpreter of a virtual environment that also sees all packages of the tests' environment."""
     venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = tmp_path / "venv" / "lib" / version / "site-packages"
@@ -45,7 +45,7 @@ def python(tmp_path):
 
 @pytest.fixture
 def index(tmp_path):
-    """The folder that pip finds packages in, instead of an index."""
+    """A folder of packages that pip uses instead of an index."""
     folder = tmp_path / "index"
     folder.mkdir()
     write_wheel(folder, "tiny", "1.0")
@@ -60,7 +60,7 @@ def _source(base, requirements=None, script=_IMPORT):
 
 def _variables(index, **variables):
     own = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_NO_CACHE_DIR": "1"}
-    return {**own, "PIP_CONFIG_FILE": os.devnull, **variables}  # a machine's own constraints would be in the messages
+    return {**own, "PIP_CONFIG_FILE": os.devnull, **variables}  # a machine's constraints would be in the messages
 
 
 def _run(base, python, index, *args, **variables):
@@ -68,7 +68,7 @@ def _run(base, python, index, *args, **variables):
 
 
 def test_requirements_of_the_job_are_installed_first(base, python, index):
-    """The script imports what its requirements.txt asks for, and the log has what pip said."""
+    """The script can import the packages in its requirements.txt, and the log has pip's output."""
     _source(base, "tiny\n")
     ended = _run(base, python, index)
     assert (ended.returncode, ended.stdout) == (0, "tiny 1.0\n"), ended.stderr
@@ -78,7 +78,7 @@ def test_requirements_of_the_job_are_installed_first(base, python, index):
 
 @pytest.mark.proof
 def test_relative_paths_in_requirements_start_from_the_code(base, python, index):
-    """A wheel that came with the code is named by its path in it; modules of the code do not get in pip's way."""
+    """Relative paths in requirements.txt start from the code's folder, and the code's modules do not shadow pip's."""
     _source(base, "./wheels/tiny-2.0-py3-none-any.whl\n")
     (base / "code" / "wheels").mkdir()
     write_wheel(base / "code" / "wheels", "tiny", "2.0")
@@ -102,7 +102,7 @@ def test_a_requirement_that_does_not_exist_fails_the_host(base, python, index):
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("how", ["directly", "by another package"])
 def test_requirements_that_would_replace_torch_are_refused(base, python, index, how):
-    """A requirements.txt for another torch is an error with both versions, however it asks for it."""
+    """Requiring another torch, directly or through another package, is an error that names both versions."""
     write_wheel(index, "torch", "0.0.1")
     write_wheel(index, "needy", "1.0", requires=["torch==0.0.1"])
     _source(base, "torch==0.0.1\n" if how == "directly" else "needy\n", "print('started')")
@@ -114,7 +114,7 @@ def test_requirements_that_would_replace_torch_are_refused(base, python, index, 
 
 
 def test_torch_is_replaced_if_that_is_wanted(base, python, index):
-    """With the protection off, the user gets what the requirements.txt says."""
+    """With LIGHTNING_SM_INSTALL_REQUIREMENTS=unprotected, pip replaces torch."""
     write_wheel(index, "torch", "0.0.1")
     _source(base, "torch==0.0.1\n", "import torch\nprint(torch.VERSION)")
     ended = _run(base, python, index, LIGHTNING_SM_INSTALL_REQUIREMENTS="unprotected", PIP_NO_DEPS="1")
@@ -122,7 +122,7 @@ def test_torch_is_replaced_if_that_is_wanted(base, python, index):
 
 
 def test_requirements_that_the_image_has_change_nothing(base, python, index):
-    """An unpinned torch, pytorch-lightning and numpy are there already."""
+    """Nothing is installed for unpinned torch, pytorch-lightning and numpy, which the image already has."""
     _source(base, "torch\npytorch-lightning\nnumpy\n", "print('started')")
     ended = _run(base, python, index)
     assert ended.stdout == "started\n", ended.stderr
@@ -134,7 +134,7 @@ def test_requirements_that_the_image_has_change_nothing(base, python, index):
     ("setting", "is_installed"), [(None, False), ("0", False), ("1", True)], ids=["default", "never", "always"]
 )
 def test_requirements_of_the_image_are_installed_on_demand_only(base, python, index, setting, is_installed):
-    """A requirements.txt beside a script of the image is installed only if the job's environment says so."""
+    """The image's requirements.txt is installed only with LIGHTNING_SM_INSTALL_REQUIREMENTS=1."""
     write_job(base, hyperparameters={})
     _source(base, "tiny\n", "import importlib.util\nprint(importlib.util.find_spec('tiny') is not None)")
     variables = {} if setting is None else {"LIGHTNING_SM_INSTALL_REQUIREMENTS": setting}
@@ -144,20 +144,20 @@ def test_requirements_of_the_image_are_installed_on_demand_only(base, python, in
 
 
 def test_nothing_is_installed_if_the_job_says_so(base, python, index):
-    """LIGHTNING_SM_INSTALL_REQUIREMENTS=0 leaves even the job's own requirements.txt alone."""
+    """LIGHTNING_SM_INSTALL_REQUIREMENTS=0 ignores even the requirements.txt that came with the job."""
     _source(base, "tiny==9.9\n", "print('started')")
     assert _run(base, python, index, LIGHTNING_SM_INSTALL_REQUIREMENTS="0").stdout == "started\n"
 
 
 def test_a_setting_that_means_nothing_is_an_error(base, python, index):
-    """Only 0, 1 and unprotected are understood."""
+    """LIGHTNING_SM_INSTALL_REQUIREMENTS accepts only 0, 1 and unprotected."""
     _source(base, "tiny\n")
     assert _run(base, python, index, LIGHTNING_SM_INSTALL_REQUIREMENTS="yes").returncode == 2
     assert failure(base).startswith("JobConfigError: LIGHTNING_SM_INSTALL_REQUIREMENTS='yes': expected 0 ")
 
 
 def test_a_stop_ends_pip_at_once(base, python, index):
-    """SIGTERM while pip waits for an index ends the host with 143 and a reason, and no script is started."""
+    """If SIGTERM arrives while pip waits for an index, the host exits with 143 and a reason."""
     _source(base, "tiny\n", "print('started')")
     with fake_s3() as server:
         server.objects["/simple/tiny/"] = None
@@ -172,7 +172,7 @@ def test_a_stop_ends_pip_at_once(base, python, index):
 
 
 def test_the_failure_of_another_host_ends_pip(tmp_path, python):
-    """A host whose pip waits for an index leaves when another host of the job has failed."""
+    """A host whose pip is waiting for an index exits when another host fails."""
     groups = {"homogeneousCluster": ["algo-1", "algo-2"]}
     hyperparameters = {"sagemaker_program": '"train.py"', "sagemaker_submit_directory": '"/opt/ml/code"'}
     bases = {}
@@ -202,7 +202,7 @@ def test_the_failure_of_another_host_ends_pip(tmp_path, python):
 
 
 def test_the_emulator_installs_nothing(tmp_path):
-    """``lightning-sm local`` leaves the user's packages alone, and says so."""
+    """``lightning-sm local`` installs no requirements, and logs that it does not."""
     (tmp_path / "train.py").write_text("print('started')")
     (tmp_path / "requirements.txt").write_text("no-such-package-as-this\n")
     ended = subprocess.run(

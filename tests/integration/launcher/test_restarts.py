@@ -1,4 +1,4 @@
-"""Restart within the job: launchers of two trainer hosts and a data host, with a script that needs no torch."""
+"""Restarts within a job of two trainer hosts and a data host. The script does not use torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tests.integration.emulators import in_background, local, processes_of
 from tests.integration.faulty_jobs import row
 from tests.integration.launching import failure, train
 
-# Each start is a line "attempt:pid" in NOTES/<host>. Trainers meet on the port of rank 0 in every attempt: it must be
-# free again for that. Then the second host fails as FAILS says in the first NUM_FAILURES attempts; the other one waits.
+# Each start adds a line "attempt:pid" to NOTES/<host>. In every attempt the trainers meet on the port of rank 0, so a
+# restart must have freed it. In the first NUM_FAILURES attempts the second host then fails as FAILS says, while the
+# other host waits.
 _SCRIPT = """
 import os, signal, socket, subprocess, time
 from pathlib import Path
@@ -98,7 +99,7 @@ say("daemons:", [psutil.pid_exists(int(pid)) for pid in lines("daemons")])
 
 @dataclass
 class _Ended:
-    """A job that ran to its end."""
+    """A finished job."""
 
     code: int
     output: str
@@ -106,26 +107,26 @@ class _Ended:
     notes: Path
 
     def num_starts(self):
-        """How often the script started, by host; the hosts of a seed are always dealt in the same way."""
+        """Count the starts of the script by host. A seed always assigns the same roles to the hosts."""
         paths = {name: self.notes / name for name in (*self.trainers, self.data)}
         return {name: len(path.read_text().split()) if path.exists() else 0 for name, path in paths.items()}
 
     @property
     def trainers(self):
-        """Names of the trainer hosts."""
+        """The sorted names of the trainer hosts."""
         return sorted(re.findall(r"^(algo-\d) +trainer ", self.output, re.MULTILINE))
 
     @property
     def data(self):
-        """Name of the data host."""
+        """The name of the data host."""
         return re.findall(r"^(algo-\d) +data ", self.output, re.MULTILINE)[0]
 
     def exit_codes(self):
-        """Exit codes of the trainer hosts and of the data host."""
+        """Return the exit codes of the trainer hosts, then of the data host."""
         return [int(row(self.output, host)[2]) for host in (*self.trainers, self.data)]
 
     def reason(self, host):
-        """What a host left for the service to read."""
+        """Read a host's failure file."""
         (path,) = self.jobs.glob(f"*/{host}/output/failure")
         return path.read_text()
 
@@ -155,12 +156,12 @@ def _run(tmp_path, jobs, work, fails, num_failures, max_restarts, *options):
     [("exception", "ArithmeticError: attempt 1 on trainer host"), ("kill", "killed by SIGKILL (exit code 137) on")],
 )
 def test_all_trainer_hosts_start_again_and_the_data_host_goes_on(tmp_path, jobs, work, fails, cause):
-    """After an exception, or a kill, of one host's script both start again on the same ports, once, and succeed."""
+    """After an exception or a kill on one host, both trainer hosts restart once, on the same ports, and succeed."""
     ended = _run(tmp_path, jobs, work, fails, 1, 3, "--checkpoints", str(tmp_path / "checkpoints"))
     assert ended.code == 0, ended.output
     assert ended.exit_codes() == [0, 0, 0]
     assert ended.num_starts() == {**dict.fromkeys(ended.trainers, 2), ended.data: 1}
-    # Nothing of the first attempt was left on any host when the second began.
+    # No process of the first attempt was left when the second began: 3 first starts and 2 restarts report [].
     assert ended.output.count("left: []") == 5, ended.output
     line = f"Restart 1 of 3: all trainer hosts restart from the latest valid checkpoint. Cause: {cause}"
     assert ended.output.count(line) == 3, ended.output
@@ -169,7 +170,10 @@ def test_all_trainer_hosts_start_again_and_the_data_host_goes_on(tmp_path, jobs,
 
 
 def test_what_a_script_left_elsewhere_is_gone_before_the_restart(tmp_path, jobs, work):
-    """Also processes in other sessions, which could hold ports and GPUs. Without checkpoint folder, a line says so."""
+    """Processes in other sessions, which could hold ports and GPUs, are killed before a restart.
+
+    Without a checkpoint folder, the log says that the job restarts from the beginning.
+    """
     ended = _run(tmp_path, jobs, work, "daemon", 1, 1)
     assert ended.code == 0, ended.output
     assert ended.output.count("daemons: [False]") == 2, ended.output
@@ -178,7 +182,7 @@ def test_what_a_script_left_elsewhere_is_gone_before_the_restart(tmp_path, jobs,
 
 
 def test_after_the_last_restart_the_job_fails_with_all_it_knows(tmp_path, jobs, work):
-    """The reason is that of the last attempt, on both hosts, with the number of restarts and the first cause."""
+    """Both hosts report the last attempt's reason, with the number of restarts and the first cause."""
     ended = _run(tmp_path, jobs, work, "exception", 9, 2)
     assert ended.code == 1, ended.output
     assert ended.num_starts() == {**dict.fromkeys(ended.trainers, 3), ended.data: 1}
@@ -196,7 +200,7 @@ def test_after_the_last_restart_the_job_fails_with_all_it_knows(tmp_path, jobs, 
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(("fails", "code"), [("usage", 2), ("import", 1)])
 def test_errors_that_would_come_again_are_not_retried(tmp_path, jobs, work, fails, code):
-    """Wrong arguments and missing modules end the job as without restarts."""
+    """Wrong arguments and missing modules fail the job without a restart."""
     ended = _run(tmp_path, jobs, work, fails, 1, 3)
     assert ended.code == code, ended.output
     assert max(ended.num_starts().values()) == 1
@@ -205,7 +209,7 @@ def test_errors_that_would_come_again_are_not_retried(tmp_path, jobs, work, fail
 
 
 def test_a_lost_launcher_is_not_restarted(tmp_path, jobs, work):
-    """Only the service replaces hosts: the job ends when one is killed."""
+    """The job fails when a launcher is killed, because only SageMaker can replace a host."""
     ended = _run(tmp_path, jobs, work, "wait", 0, 3, "--fault", "kill-launcher:trainer-2@step=1")
     assert ended.code == 137, ended.output
     assert set(ended.num_starts().values()) == {1}
@@ -213,7 +217,7 @@ def test_a_lost_launcher_is_not_restarted(tmp_path, jobs, work):
 
 
 def _stopped_in_restart(tmp_path, jobs, work, fails, number, stop=Popen.terminate):
-    """Run a job that fails in every attempt, and stop it when this restart was ordered on all hosts."""
+    """Run a job that fails in every attempt, and stop it once all hosts have logged this restart."""
     arguments = _options(tmp_path, work, fails, 9, 3)
     with in_background(jobs, work, *arguments) as emulator:
         seen = []
@@ -226,8 +230,8 @@ def _stopped_in_restart(tmp_path, jobs, work, fails, number, stop=Popen.terminat
 
 
 def test_a_stop_ends_a_restart(tmp_path, jobs, work):
-    """A host that waits to start again leaves at once, with 143 and the cause; nothing starts any more."""
-    # The script of the main host does not end: the other one waits for it.
+    """A host that is waiting to restart exits at once with 143 and the cause, and no script starts again."""
+    # The main host's script ignores SIGTERM, so the other host has to wait for it.
     ended = _stopped_in_restart(tmp_path, jobs, work, "deaf", 1)
     main, other = ended.trainers
     assert ended.exit_codes()[1] == 143, ended.output
@@ -240,8 +244,8 @@ def test_a_stop_ends_a_restart(tmp_path, jobs, work):
 
 @pytest.mark.proof
 def test_a_stop_in_the_pause_before_a_restart(tmp_path, jobs, work):
-    """All hosts are interrupted, none has failed, whichever is told first: the service may restart the job."""
-    ended = _stopped_in_restart(tmp_path, jobs, work, "exception", 3)  # before which there are 2 s
+    """A stop during the pause interrupts all hosts instead of failing them, so SageMaker may restart the job."""
+    ended = _stopped_in_restart(tmp_path, jobs, work, "exception", 3)  # preceded by a pause of 2 s
     assert ended.exit_codes() == [143, 143, 0], ended.output
     for host in ended.trainers:
         assert ended.reason(host).startswith("The job was stopped or interrupted (SIGTERM). ")
@@ -251,10 +255,10 @@ def test_a_stop_in_the_pause_before_a_restart(tmp_path, jobs, work):
 
 @pytest.mark.proof
 def test_a_host_that_waits_for_a_restart_is_interrupted_with_the_first_that_is(tmp_path, jobs, work):
-    """One that is not stopped yet when another one is, leaves with 143, too: not with the failure to be overcome."""
+    """If one host is stopped first, the other also exits with 143, not with the failure that caused the restart."""
 
     def stop_main_host(emulator):
-        # Launchers and the guard; not the scripts, which may still be ending.
+        # Only direct children (launchers and the guard): the scripts may still be exiting.
         children = psutil.Process(emulator.pid).children()
         (main,) = (each for each in children if each.environ().get(HOST_FOLDER.name, "").endswith("algo-2"))
         main.terminate()
@@ -268,7 +272,7 @@ def test_a_host_that_waits_for_a_restart_is_interrupted_with_the_first_that_is(t
 
 
 def test_a_hang_restarts_the_script(alone, work):
-    """Where a hang would end the job, a restart may be allowed; the new attempt is judged by its own steps."""
+    """A hang causes a restart, and steps of the first attempt do not count towards the new attempt's hang limit."""
     (work / "train.py").write_text(
         "import pathlib, time\nfrom lightning_sm.job.control_folder import Phase, announce\n"
         "process, started = announce(), pathlib.Path('started')\n"
@@ -282,7 +286,7 @@ def test_a_hang_restarts_the_script(alone, work):
 
 
 def test_the_only_host_restarts_its_script(alone, work):
-    """By the same rule, without connections; the reason names the restart."""
+    """A host that is alone also restarts its script, and its reason mentions the restart."""
     (work / "train.py").write_text("print('starts', flush=True)\nraise KeyError('x')")
     ended = train(alone, work, "train.py", LIGHTNING_SM_MAX_RESTARTS="1")
     assert (ended.returncode, ended.stdout) == (1, "starts\n" * 2)

@@ -1,4 +1,4 @@
-"""The report at the end of a job: a process of its own, whose failures change nothing."""
+"""The report at the end of a job, written by a separate process whose failures do not affect the job."""
 
 import logging
 import sys
@@ -13,7 +13,7 @@ from tests.unit.report.recorded import input_bound
 
 @pytest.fixture
 def job(tmp_path):
-    """A job whose record is in its output data."""
+    """A job with its record in the output data."""
     hosts = ("algo-1", "algo-2")
     (tmp_path / "output" / "data").mkdir(parents=True)
     return SageMakerJob("algo-1", hosts, (InstanceGroup("g", hosts),), "test", tmp_path, name="job")
@@ -21,12 +21,12 @@ def job(tmp_path):
 
 @pytest.fixture
 def report(job):
-    """Where the report is."""
+    """The path of the report."""
     return job.output_dir / "data" / "report.html"
 
 
 def test_the_report_is_in_the_output_data(job, report, caplog):
-    """With the prices of the job; its place and its verdict are in the log."""
+    """The report uses the job's prices, and the log has its path and verdict."""
     input_bound(report.parent)
     with caplog.at_level(logging.INFO):
         write_report(job, {"ml.g5.xlarge": 1.41, "ml.c5.xlarge": 0.2}, 60.0)
@@ -41,7 +41,7 @@ def test_the_report_is_in_the_output_data(job, report, caplog):
 
 
 def test_a_failing_report_is_a_line_in_the_log(job, report, caplog):
-    """Its last line says why; nothing is raised, and the log has the verdict all the same."""
+    """If the report cannot be written, the log has the verdict and the error, and nothing is raised."""
     input_bound(report.parent)
     report.mkdir()
     with caplog.at_level(logging.INFO):
@@ -52,7 +52,7 @@ def test_a_failing_report_is_a_line_in_the_log(job, report, caplog):
 
 
 def test_a_report_that_takes_too_long_is_given_up(job, report, caplog):
-    """The job ends in time all the same."""
+    """A report that exceeds its time limit is abandoned."""
     input_bound(report.parent)
     write_report(job, {}, 0.01)
     assert "not written within" in caplog.text
@@ -60,7 +60,7 @@ def test_a_report_that_takes_too_long_is_given_up(job, report, caplog):
 
 
 def test_an_interpreter_that_is_gone_is_a_line_in_the_log(job, report, caplog, monkeypatch):
-    """A script may have replaced the installation."""
+    """A missing interpreter is logged: a script may have replaced the installation."""
     input_bound(report.parent)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     write_report(job, {}, 60.0)
@@ -69,7 +69,7 @@ def test_an_interpreter_that_is_gone_is_a_line_in_the_log(job, report, caplog, m
 
 @pytest.mark.parametrize("limit_s", [0.0, 60.0])
 def test_nothing_to_report_is_no_report(job, report, caplog, limit_s):
-    """A script that does not train has no steps; and reports can be turned off."""
+    """No report is written for a record without steps, or if reports are turned off with a limit of 0."""
     if limit_s == 0.0:
         input_bound(report.parent)
     else:

@@ -1,4 +1,4 @@
-"""The scripts that SDK v3 puts into a job with ``source_code``, run as they are but for the folder ``/opt/ml``."""
+"""The scripts that SDK v3 adds to a job with ``source_code``, unchanged except for the path ``/opt/ml``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if __name__ == "__main__":
     cli = SageMakerCLI(Tiny, save_config_callback=None)
     print("SEEN", json.dumps([cli.model.arguments, cli.trainer.max_epochs, cli.trainer.world_size]))
 """
-# What ModelTrainer(hyperparameters={...}) sends.
+# As ModelTrainer(hyperparameters={...}) sends them.
 _HYPERPARAMETERS = {
     "subcommand": "fit",
     "model": '{"schedule": {"warm": 1, "cool": 2.5}, "note": null, "nesterov": true, "rate": 0.001}',
@@ -55,13 +55,13 @@ _HYPERPARAMETERS = {
 
 @pytest.fixture
 def drivers(sdk3_python):
-    """Where SDK v3 has its scripts."""
+    """The folder of SDK v3's driver scripts."""
     return drivers_of(sdk3_python)
 
 
 @pytest.fixture
 def base(drivers, tmp_path):
-    """The only host of a job of SDK v3's local mode, with code and drivers where it puts them."""
+    """A one-host job laid out as SDK v3's local mode does it, with code and drivers."""
     folder = write_job(
         tmp_path / "ml",
         {
@@ -86,7 +86,7 @@ def base(drivers, tmp_path):
 
 
 def _driver(base, drivers, command=None):
-    """The bash script that ModelTrainer writes, with what ``_prepare_train_script`` fills in, and its environment."""
+    """Write the bash script of ModelTrainer's ``_prepare_train_script``, and return its command and environment."""
     templates = runpy.run_path(str(drivers.parent / "templates.py"))
     driver = templates["EXECUTE_BASIC_SCRIPT_DRIVER"]
     if command is not None:
@@ -107,7 +107,7 @@ def _drive(base, drivers, command=None):
 
 @pytest.mark.parametrize("command", [None, "exec lightning-sm train train.py"], ids=["driver", "launcher"])
 def test_a_script_gets_its_arguments(base, drivers, command):
-    """SageMakerCLI parses what the driver makes of the hyperparameters, and what the launcher does in its place."""
+    """SageMakerCLI parses the hyperparameters as passed by the driver, and as passed by the launcher."""
     ended = _drive(base, drivers, command)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     said = next(line for line in ended.stdout.splitlines() if "SEEN " in line)
@@ -119,7 +119,7 @@ def test_a_script_gets_its_arguments(base, drivers, command):
 
 
 def test_a_stop_reaches_a_script_that_our_launcher_started(base, drivers):
-    """With ``exec`` in the command the launcher takes the place of the driver's shell, which would keep SIGTERM."""
+    """SIGTERM reaches the script if ``exec`` replaces the driver's shell, which does not forward it."""
     (base / "input" / "data" / "code" / "wait.py").write_text(
         "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
         f"print('ready', flush=True)\ntime.sleep({_TIMEOUT_S})"
@@ -131,7 +131,7 @@ def test_a_stop_reaches_a_script_that_our_launcher_started(base, drivers):
         assert process.wait(_TIMEOUT_S) == 42
 
 
-# train/container_drivers/scripts/environment.py: export SM_HP_<NAME>='<value>', unescaped, for bash to source.
+# train/container_drivers/scripts/environment.py writes export SM_HP_<NAME>='<value>', unescaped, for bash to source.
 @pytest.mark.parametrize(
     ("hyperparameters", "complaint"),
     [
@@ -140,7 +140,7 @@ def test_a_stop_reaches_a_script_that_our_launcher_started(base, drivers):
     ],
 )
 def test_dots_in_names_and_single_quotes_are_beyond_the_driver(base, drivers, hyperparameters, complaint):
-    """Its shell script fails before any code of ours; under its own entry point the image takes them."""
+    """Dots and single quotes break the driver's shell script before our code runs; our entry point accepts them."""
     write_job(base, hyperparameters=hyperparameters)
     ended = _drive(base, drivers)
     assert ended.returncode != 0

@@ -1,4 +1,4 @@
-"""Secrets of a job's hyperparameters and variables reach the script, and nothing that people read."""
+"""Secrets in hyperparameters and variables reach the script but not logs, failure files or reports."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ HYPERPARAMETERS = {
 
 @pytest.fixture
 def secret_base(base):
-    """A host of a job whose hyperparameters hold secrets."""
+    """A host of a job with secrets in its hyperparameters."""
     return write_job(base, resource_config({"trainer": ["algo-1"]}, "algo-1"), hyperparameters=HYPERPARAMETERS)
 
 
 def test_the_script_gets_secrets_and_the_log_does_not(secret_base, work):
-    """The command line is complete for the script; in the log the values of secrets are hidden, and only those."""
+    """The script gets the complete command line; the log hides the values of secrets, and no others."""
     (work / "train.py").write_text("import json, os, sys; print(json.dumps([os.environ['HF_TOKEN'], *sys.argv[1:]]))")
     ended = train(secret_base, work, "train.py", "fit", "--hub_token", VALUE)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == [
-        VALUE,  # of mpirun's -x
+        VALUE,  # from mpirun's -x
         "fit",
         "--hub_token",
         VALUE,
@@ -59,7 +59,7 @@ def test_the_script_gets_secrets_and_the_log_does_not(secret_base, work):
     ],
 )
 def test_a_job_without_a_secret_says_so_once(base, work, hosts, current, secret, is_said):
-    """On the main host, if launchers talk to each other at all; the line says what to do."""
+    """The main host of a job with several hosts warns that LIGHTNING_SM_JOB_SECRET is not set."""
     write_job(base, resource_config({"trainer": hosts}, current))
     (work / "train.py").write_text("")
     ended = train(base, work, "train.py", LIGHTNING_SM_JOB_SECRET=secret, **local_addresses("algo-1", "algo-2"))
@@ -95,7 +95,7 @@ SageMakerCLI(Model, trainer_defaults=quiet, save_config_callback=None)
 
 @pytest.mark.processes
 def test_secrets_are_on_no_command_line_of_the_cli(base, work):
-    """SageMakerCLI reads them from the job, also in the local ranks that Lightning starts; all else is as usual."""
+    """SageMakerCLI reads secrets from the job, even in local ranks; other values stay on the command line."""
     options = {"model.options": json.dumps({"token": VALUE, "b": 1}), "model.width": "3", "trainer.devices": "2"}
     hyperparameters = {"model.api_key": VALUE, **options}
     write_job(base, resource_config({"trainer": ["algo-1"]}, "algo-1", interface="lo"), hyperparameters=hyperparameters)
@@ -112,7 +112,7 @@ def test_secrets_are_on_no_command_line_of_the_cli(base, work):
 
 
 def test_a_script_that_reads_no_secrets_from_the_job_is_named(secret_base, work):
-    """One that calls SageMakerCLI only sometimes succeeds without them, and the log says what it lacked."""
+    """If a script mentions SageMakerCLI but never calls it, the log names the secrets that the script did not get."""
     (work / "train.py").write_text("from lightning_sm import SageMakerCLI\nif False:\n    SageMakerCLI()")
     ended = train(secret_base, work, "train.py")
     assert ended.returncode == 0
@@ -120,7 +120,7 @@ def test_a_script_that_reads_no_secrets_from_the_job_is_named(secret_base, work)
 
 
 def test_other_scripts_keep_secrets_on_their_command_line(secret_base, work):
-    """They know no other way to them, and the log says who can read them."""
+    """Other scripts get secrets on the command line, and the log warns who can read them there."""
     (work / "train.py").write_text("import argparse, sys; print(sys.argv[1:])")
     ended = train(secret_base, work, "train.py")
     assert f"--data_service.token={VALUE}" in ended.stdout
@@ -129,7 +129,7 @@ def test_other_scripts_keep_secrets_on_their_command_line(secret_base, work):
 
 
 def test_a_command_that_cannot_be_started_is_quoted_without_secrets(secret_base, work):
-    """The error names the command line, and neither log nor failure file has a secret."""
+    """If the command cannot be started, neither the log nor the failure file contains a secret."""
     (work / "train.py").write_text("")
     too_long = {**HYPERPARAMETERS, "x": "a" * 200_000}
     write_job(secret_base, hyperparameters=too_long)
@@ -149,7 +149,7 @@ def test_a_command_that_cannot_be_started_is_quoted_without_secrets(secret_base,
     ],
 )
 def test_a_broken_hyperparameter_is_quoted_without_secrets(base, work, text):
-    """An error about the file or one of its values names the hyperparameter, not the secret."""
+    """An error about a malformed hyperparameter does not quote the secret."""
     write_job(base, resource_config({"trainer": ["algo-1"]}, "algo-1"), hyperparameters=text)
     (work / "train.py").write_text("")
     ended = train(base, work, "train.py")
@@ -159,7 +159,7 @@ def test_a_broken_hyperparameter_is_quoted_without_secrets(base, work, text):
 
 
 def test_the_doctor_shows_no_secrets(secret_base, work):
-    """Neither hyperparameters nor variables that say so are in the report."""
+    """The doctor's report shows no secrets from hyperparameters or variables."""
     (work / "train.py").write_text("")
     command = [sys.executable, "-m", "lightning_sm", "doctor", "--json"]
     secrets = {"NCCL_AUTH_TOKEN": VALUE, "LIGHTNING_SM_JOB_SECRET": VALUE, "NCCL_DEBUG": "WARN"}

@@ -1,4 +1,4 @@
-"""The stock ``train`` of sagemaker-training runs a SageMakerCLI script on two hosts that know each other by name."""
+"""The stock ``train`` of sagemaker-training runs a SageMakerCLI script on two hosts that resolve each other's names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 _SCRIPT = "train_with_cli.py"
-# What SDK v2's framework estimators send: JSON, with keys of their own.
+# As SDK v2's framework estimators send them: JSON, with additional ``sagemaker_`` keys.
 _HYPERPARAMETERS = {
     "model.nesterov": "true",
     "model.note": "null",
@@ -39,7 +39,7 @@ _HYPERPARAMETERS = {
 
 
 def _train(folder, hyperparameters, source=SCRIPTS / _SCRIPT, program=None):
-    """Run ``train`` on both hosts; their names resolve through a hosts file that only they see."""
+    """Run ``train`` on both hosts, which resolve their names through a private hosts file."""
     hosts = Hosts(folder, hyperparameters=hyperparameters, channels={})
     names = folder / "names"
     lines = ["127.0.0.1 localhost", *(f"{hosts.address(host)} {host}" for host in hosts.names)]
@@ -61,12 +61,12 @@ def _train(folder, hyperparameters, source=SCRIPTS / _SCRIPT, program=None):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A training job of two hosts."""
+    """A finished job of two hosts."""
     return _train(tmp_path_factory.mktemp("trained"), _HYPERPARAMETERS)
 
 
 def test_both_hosts_succeed(trained):
-    """The toolkit exits with 0 and leaves its success file, and no failure file, on both hosts."""
+    """On both hosts, the toolkit exits with 0 and writes a success file but no failure file."""
     hosts, ended = trained
     for host in hosts.names:
         assert ended[host].code == 0, ended[host].output
@@ -75,7 +75,7 @@ def test_both_hosts_succeed(trained):
 
 
 def test_hosts_train_together(trained):
-    """One process on each host, one world of two, one main address: the first host's name."""
+    """Each host runs one rank of a world of two, and the main address is the first host's name."""
     hosts, _ = trained
     assert [(seen["rank"], seen["world_size"], seen["met"]) for seen in hosts.seen()] == [
         (0, 2, [0, 1]),
@@ -85,7 +85,7 @@ def test_hosts_train_together(trained):
 
 
 def test_hyperparameters_reach_the_model_unmangled(trained):
-    """A dict, None and a bool arrive as such, although the toolkit's own arguments have lost them."""
+    """A dict, None and a bool keep their types, although the toolkit's arguments lose them."""
     hosts, ended = trained
     assert "--model.schedule cool=2.5,warm=1" in ended["algo-1"].output
     for seen in hosts.seen():
@@ -96,7 +96,7 @@ def test_hyperparameters_reach_the_model_unmangled(trained):
 
 @pytest.mark.proof
 def test_contradicting_hyperparameter_fails_the_job(tmp_path):
-    """With a wrong number of nodes the toolkit exits with 1 and a failure file, and reports no success."""
+    """With a wrong num_nodes, the toolkit exits with 1 and writes a failure file but no success file."""
     hosts, ended = _train(tmp_path, {**_HYPERPARAMETERS, "trainer.num_nodes": "3"})
     failed = [host for host in hosts.names if ended[host].code is not None]
     assert failed
@@ -109,7 +109,7 @@ def test_contradicting_hyperparameter_fails_the_job(tmp_path):
 
 @pytest.mark.proof
 def test_the_example_app_trains_by_the_stock_toolkit(tmp_path):
-    """``SAGEMAKER_PROGRAM=app/train.py`` runs the app unchanged, and the first host leaves the model."""
+    """``SAGEMAKER_PROGRAM=app/train.py`` runs the app unchanged, and the first host writes the model."""
     hosts, ended = _train(
         tmp_path,
         {"config": '"app/configs/smoke.yaml"', "trainer.enable_model_summary": "false", "data.augment": "false"},

@@ -1,4 +1,4 @@
-"""The variables of a script under our entry point, one by one against those under the toolkit's ``train``."""
+"""A script gets the same variables from ``lightning-sm train`` as from the toolkit's ``train``."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _TOOLKIT = "from sagemaker_training.cli.train import main; main()"
 _DUMP = "import json, os, sys\nprint('DUMP', json.dumps([dict(os.environ), sys.argv[1:], os.getcwd()]))"
 _PREFIXES = ("SM_", "SAGEMAKER_", "CURRENT_HOST", "TRAINING_JOB_", "AWS_")
 
-# What differs, and why; everything else is the same to the letter.
+# Variables whose values differ. All others are identical.
 _DIFFERENT = {
-    # The arguments that the script gets. Ours are --name=value, and keep None and dicts.
+    # The script's arguments. Ours are --name=value and keep None and dicts.
     "SM_USER_ARGS",
-    # The toolkit replaces both by an empty text if the job does not say; a region or a name that is known stays here.
+    # The toolkit sets both to an empty string if the job does not; we keep a known name or region.
     "SAGEMAKER_JOB_NAME",
     "SAGEMAKER_REGION",
 }
 
-# What concerns the toolkit's own launchers only.
+# Used only by the toolkit's launchers.
 _LEFT_OUT = {"SM_DISTRIBUTION_INSTANCE_GROUPS", "SM_TOPOLOGY"}
 _LEFT_OUT_OF_TRAINING_ENV = {
     "distribution_hosts",
@@ -114,14 +114,14 @@ _JOBS = {
 
 @pytest.fixture(scope="module", params=_JOBS)
 def dumps(request, tmp_path_factory):
-    """Variables, arguments and folder of a script, under the toolkit's ``train`` and under ours."""
+    """The script's variables, arguments and folder under the toolkit's ``train``, and under ours."""
     resources, hyperparameters, variables = _JOBS[request.param]
     base = tmp_path_factory.mktemp("job") / "ml"
     write_job(base, resources, channels=_CHANNELS, hyperparameters=hyperparameters)
     (base / "code" / "jobs").mkdir(parents=True)
     (base / "code" / "jobs" / "train.py").write_text(_DUMP)
     (base / "output").mkdir()
-    # The one way past its wait for the names of all hosts, which nobody knows here.
+    # SM_STUDIO_LOCAL_MODE keeps the toolkit from waiting for the hosts' names, which do not resolve here.
     variables = {**variables, "SM_STUDIO_LOCAL_MODE": "true", "AWS_EC2_METADATA_DISABLED": "true"}
     toolkit = subprocess.run(
         [sys.executable, "-c", _TOOLKIT],
@@ -146,7 +146,7 @@ def _dumped(output):
 
 @pytest.mark.matrix(first=2)
 def test_the_same_variables_have_the_same_text(dumps):
-    """Names are the same, and every text but those of the known differences."""
+    """The variables have the same names, and the same values except for the known differences."""
     (toolkit, _, _), (ours, _, _) = dumps
     expected = {name: text for name, text in toolkit.items() if name not in _LEFT_OUT}
     together = json.loads(expected["SM_TRAINING_ENV"])
@@ -160,7 +160,7 @@ def test_the_same_variables_have_the_same_text(dumps):
 
 @pytest.mark.matrix(first=2)
 def test_what_the_toolkit_knows_of_names_and_regions_is_the_same(dumps):
-    """Where the toolkit's text is not empty, ours is no other."""
+    """SAGEMAKER_JOB_NAME and SAGEMAKER_REGION equal the toolkit's values unless those are empty."""
     (toolkit, _, _), (ours, _, _) = dumps
     for name in ("SAGEMAKER_JOB_NAME", "SAGEMAKER_REGION"):
         assert toolkit[name] in ("", ours[name])
@@ -168,7 +168,7 @@ def test_what_the_toolkit_knows_of_names_and_regions_is_the_same(dumps):
 
 @pytest.mark.matrix(first=2)
 def test_user_args_are_the_arguments_of_the_script(dumps):
-    """SM_USER_ARGS is true on both sides, and both start the script in the folder of the code."""
+    """Under both, SM_USER_ARGS equals the script's arguments, and the script starts in the code folder."""
     for variables, arguments, folder in dumps:
         assert json.loads(variables["SM_USER_ARGS"]) == arguments
         assert folder == variables["SAGEMAKER_BASE_DIR"] + "/code"
@@ -176,7 +176,7 @@ def test_user_args_are_the_arguments_of_the_script(dumps):
 
 @pytest.mark.matrix(first=2)
 def test_our_own_code_reads_the_same_job_under_both(dumps):
-    """What SageMakerJob makes of either environment is the same."""
+    """SageMakerJob reads the same job from both environments."""
     from lightning_sm.job.facts import SageMakerJob
 
     (toolkit, _, _), (ours, _, _) = dumps

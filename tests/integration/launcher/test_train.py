@@ -1,4 +1,4 @@
-"""``lightning-sm train`` as the container runs it: real processes, real signals, scripts without torch."""
+"""``lightning-sm train`` as the container runs it. The scripts do not use torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ECHO = "import json, os, sys; print(json.dumps([sys.argv[1:], os.getcwd(), sys.
 
 
 def test_success_leaves_no_failure_file(base, work):
-    """A script that succeeds gives exit code 0 and no failure file."""
+    """The host of a successful script exits with 0 and writes no failure file."""
     (work / "train.py").write_text("print('done')")
     ended = train(base, work, "train.py")
     assert (ended.returncode, ended.stdout) == (0, "done\n")
@@ -23,7 +23,7 @@ def test_success_leaves_no_failure_file(base, work):
 
 
 def test_banner_says_who_and_what(base, work):
-    """The first line names host, group, role, rank, versions, script and arguments."""
+    """The first line of the log names host, group, role, rank, versions, script and arguments."""
     (work / "train.py").write_text("")
     banner = train(base, work, "train.py", "fit", "--a=b c").stderr.splitlines()[0]
     for part in ("host algo-2", "group trainer", "role trainer", "node rank 1 of 2", "Python 3.", "lightning-sm 0."):
@@ -32,7 +32,7 @@ def test_banner_says_who_and_what(base, work):
 
 
 def test_data_hosts_start_the_same_script(base, work):
-    """A data host runs the script, too, and has no rank."""
+    """A data host runs the same script as the trainers, and has no rank."""
     groups = {"trainer": ["algo-1"], "data": ["algo-3"]}
     write_job(base, resource_config(groups, "algo-3", instance_types=dict.fromkeys(groups, "ml.m5.large")))
     (work / "train.py").write_text("print('served')")
@@ -61,7 +61,7 @@ def test_data_hosts_start_the_same_script(base, work):
     ],
 )
 def test_exit_code_and_reason_of_a_failing_script(base, work, script, code, reason):
-    """The exit code is the script's own, and the failure file begins with what went wrong."""
+    """The host exits with the script's exit code, and its failure file starts with the error."""
     (work / "train.py").write_text(script)
     assert train(base, work, "train.py").returncode == code
     assert failure(base).startswith(reason)
@@ -69,7 +69,7 @@ def test_exit_code_and_reason_of_a_failing_script(base, work, script, code, reas
 
 
 def test_the_failure_file_has_no_escape_sequences(base, work):
-    """Consoles and terminals show it: text of the script must not act upon them."""
+    """Escape sequences are removed: the failure file is shown in consoles and terminals, which would execute them."""
     (work / "train.py").write_text("raise ValueError('\\x1b]52;c;cGF5\\x07 bad\\x9b2J \\x1b[31mdata\\b\\x85')")
     assert train(base, work, "train.py").returncode == 1
     assert failure(base).startswith("ValueError:  bad data\non trainer host algo-2 (exit code 1)\n")
@@ -86,7 +86,7 @@ def test_failure_file_of_the_script_is_kept(base, work):
 
 
 def test_the_reason_of_an_earlier_job_is_removed(base, work):
-    """In the container of a warm pool, an old failure file is not the reason of this job, whether it fails or not."""
+    """A failure file that an earlier job left in a warm pool's container is removed, whether or not this job fails."""
     (base / "output").mkdir()
     for script, code in (("raise SystemExit(3)", 3), ("", 0)):
         (base / "output" / "failure").write_text("of another job")
@@ -96,7 +96,7 @@ def test_the_reason_of_an_earlier_job_is_removed(base, work):
 
 
 def test_a_host_that_is_alone_waits_for_nobody_when_it_fails(base, work):
-    """Neither for the reason of another host, nor for others to receive its own."""
+    """A job's only host does not wait for other hosts when its script fails."""
     write_job(base, resource_config({"g": ["algo-1"]}, "algo-1"))
     reports = "from lightning_sm.job.failure_file import report_failures\nreport_failures()\n"
     (work / "train.py").write_text(f"{reports}raise BrokenPipeError('of nobody')")
@@ -107,7 +107,7 @@ def test_a_host_that_is_alone_waits_for_nobody_when_it_fails(base, work):
 
 
 def test_a_bug_in_the_launcher_leaves_its_reason(base, work):
-    """The host ends with 1 and a failure file, and the log has the traceback."""
+    """If the launcher itself fails, the host exits with 1, writes a failure file and logs the traceback."""
     code = (
         "import sys, lightning_sm.launcher.script_command as command, lightning_sm.launcher.train as launcher\n"
         "command._banner = lambda *_: 1 / 0\n"
@@ -129,7 +129,7 @@ def test_a_bug_in_the_launcher_leaves_its_reason(base, work):
 
 
 def test_unwritable_failure_file_does_not_mask_the_error(base, work):
-    """Where no failure file can be written, the exit code is still the script's and the reason is logged."""
+    """If the failure file cannot be written, the host still exits with the script's code and logs the reason."""
     (base / "output").write_text("a file where a folder should be")
     (work / "train.py").write_text("raise SystemExit(5)")
     ended = train(base, work, "train.py")
@@ -147,7 +147,7 @@ def test_output_that_is_not_text_passes(base, work):
 
 
 def test_much_output_reaches_stderr_in_full(base, work):
-    """The copy is complete, whatever is kept for the failure file."""
+    """Stderr is copied in full, although the failure file keeps only the last lines."""
     (work / "train.py").write_text(
         "import sys\nfor i in range(100000): print(i, file=sys.stderr)\nraise KeyError('end')"
     )
@@ -158,7 +158,7 @@ def test_much_output_reaches_stderr_in_full(base, work):
 
 
 def test_hyperparameters_become_arguments(base, work):
-    """Arguments of the command line come first, then the sorted hyperparameters, without those for the toolkit."""
+    """Arguments from the command line come first, then the sorted hyperparameters except those for the toolkit."""
     write_job(base, hyperparameters={"trainer.max_epochs": "3", "data.size": "8", "sagemaker_region": "eu"})
     (work / "train.py").write_text(_ECHO)
     ended = train(base, work, "train.py", "fit", "--seed=1")
@@ -172,21 +172,21 @@ def test_hyperparameters_become_arguments(base, work):
 @pytest.mark.parametrize("value", ["fit", '"fit"'])
 @pytest.mark.parametrize("args", [[], ["fit"]])
 def test_subcommand_is_passed_once(base, work, value, args):
-    """The hyperparameter ``subcommand`` comes first, and once if the command line says the same."""
+    """The hyperparameter ``subcommand`` comes first, and is not repeated if the command line has it."""
     write_job(base, hyperparameters={"subcommand": value, "a": "1"})
     (work / "train.py").write_text(_ECHO)
     assert json.loads(train(base, work, "train.py", *args).stdout)[0] == ["fit", "--a=1"]
 
 
 def test_subcommand_comes_before_options_of_the_command_line(base, work):
-    """LightningCLI takes options of a subcommand only behind it."""
+    """The subcommand comes before options from the command line, because LightningCLI requires it."""
     write_job(base, hyperparameters={"subcommand": "fit", "a": "1"})
     (work / "train.py").write_text(_ECHO)
     assert json.loads(train(base, work, "train.py", "--b=2").stdout)[0] == ["fit", "--b=2", "--a=1"]
 
 
 def test_a_distribution_of_the_sdk_sets_the_devices(base, work):
-    """The processes that distribution={"mpi": ...} asks for know their number, and one line says it."""
+    """distribution={"mpi": ...} sets LIGHTNING_SM_DEVICES and the number of ranks, and one line logs it."""
     asked = {"sagemaker_mpi_enabled": "true", "sagemaker_mpi_num_of_processes_per_host": "2"}
     write_job(base, hyperparameters=asked)
     (work / "train.py").write_text("import os\nos.write(1, os.environ['LIGHTNING_SM_DEVICES'].encode() + b'\\n')")
@@ -196,7 +196,7 @@ def test_a_distribution_of_the_sdk_sets_the_devices(base, work):
 
 
 def test_all_hosts_hash_strings_alike(base, work, monkeypatch):
-    """Sets of strings have the same order in all processes of a job, unless the user sets PYTHONHASHSEED."""
+    """PYTHONHASHSEED is 0, so that sets of strings have the same order in all processes, unless the user sets it."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     write_job(base)
     (work / "train.py").write_text("import os\nprint(os.environ['PYTHONHASHSEED'], [hash('a'), hash('b')])")
@@ -207,7 +207,7 @@ def test_all_hosts_hash_strings_alike(base, work, monkeypatch):
 
 
 def test_a_distribution_on_a_data_group_is_refused(base, work):
-    """A contradiction to the roles of the groups names both, before the script starts."""
+    """A distribution on a data group is refused before the script starts."""
     write_job(base, hyperparameters={"sagemaker_distribution_instance_groups": '["data"]'})
     (work / "train.py").write_text("print('started')")
     ended = train(base, work, "train.py")
@@ -216,7 +216,7 @@ def test_a_distribution_on_a_data_group_is_refused(base, work):
 
 
 def test_two_different_subcommands_are_refused(base, work):
-    """A contradiction between the command line and the hyperparameters names both."""
+    """If the command line and the hyperparameters have different subcommands, the error names both."""
     write_job(base, hyperparameters={"subcommand": "fit"})
     (work / "train.py").write_text(_ECHO)
     ended = train(base, work, "train.py", "validate")
@@ -248,14 +248,14 @@ def test_files_of_the_config_channel_become_config_options(base, work, config_ch
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("value", ["b.yaml", '"b.yaml"', '["b.yaml"]'])
 def test_config_hyperparameter_chooses_a_file_of_the_channel(base, work, config_channel, value):
-    """A config that is found in the channel only is taken from there, and the channel's other files are not passed."""
+    """A config that exists only in the channel is read from there, and the channel's other files are not passed."""
     write_job(base, hyperparameters={"config": value, "x": "1"})
     (work / "train.py").write_text(_ECHO)
     assert json.loads(train(base, work, "train.py").stdout)[0] == [f"--config={config_channel}/b.yaml", "--x=1"]
 
 
 def test_config_hyperparameter_prefers_the_working_directory(base, work, config_channel):
-    """A config that exists where the script starts is passed as it is, after the channel's files."""
+    """A config in the script's working directory is passed unchanged, after the channel's files."""
     write_job(base, hyperparameters={"config": "b.yaml"})
     (work / "b.yaml").write_text("{}")
     (work / "train.py").write_text(_ECHO)
@@ -266,7 +266,7 @@ def test_config_hyperparameter_prefers_the_working_directory(base, work, config_
 
 @pytest.mark.parametrize("source", ["variable", "hyperparameter", "quoted hyperparameter"])
 def test_script_can_be_named_as_sagemaker_does(base, work, source):
-    """Without an argument the script comes from SAGEMAKER_PROGRAM, else from sagemaker_program."""
+    """Without an argument, SAGEMAKER_PROGRAM or the hyperparameter sagemaker_program names the script."""
     (work / "train.py").write_text("print('found')")
     variables = {"SAGEMAKER_PROGRAM": "train.py"} if source == "variable" else {}
     if source != "variable":
@@ -276,7 +276,7 @@ def test_script_can_be_named_as_sagemaker_does(base, work, source):
 
 @pytest.mark.parametrize("place", ["working directory", "submit directory", "code directory"])
 def test_script_in_a_package_imports_its_package(base, work, tmp_path, place):
-    """A script runs where its relative path starts, and imports its own package from there, wherever it was found."""
+    """A script runs in the folder that its path is relative to, and can import its package from there."""
     folder = {"working directory": work, "submit directory": tmp_path / "src", "code directory": base / "code"}[place]
     (folder / "project").mkdir(parents=True)
     (folder / "project" / "__init__.py").write_text("")
@@ -287,7 +287,7 @@ def test_script_in_a_package_imports_its_package(base, work, tmp_path, place):
 
 
 def test_missing_script_names_everything_tried(base, work, tmp_path):
-    """A script that is nowhere gives exit code 2 and all places."""
+    """If the script is missing, the host exits with 2 and names every path that it tried."""
     ended = train(base, work, "nix/train.py", SAGEMAKER_SUBMIT_DIRECTORY=str(tmp_path / "src"))
     assert ended.returncode == 2
     for folder in (work, tmp_path / "src", base / "code"):
@@ -300,7 +300,7 @@ def test_missing_script_names_everything_tried(base, work, tmp_path):
     ("args", "message"), [(["notes.txt"], "is not a Python file"), ([], "No training script was given")]
 )
 def test_unusable_script_is_refused(base, work, args, message):
-    """A file that nothing can run, and no script at all, are errors that say what is expected."""
+    """A file that is not a script, or no script at all, is an error with an explanation."""
     (work / "notes.txt").write_text("to do")
     ended = train(base, work, *args)
     assert ended.returncode == 2
@@ -320,7 +320,7 @@ def test_unusable_script_is_refused(base, work, args, message):
     ],
 )
 def test_wrong_setting_ends_the_host_before_the_script(base, work, name, value):
-    """A setting that could not be kept later is quoted at the start, and the script is not started."""
+    """An invalid setting fails the host before the script starts, and the error quotes it."""
     (work / "train.py").write_text("print('started')\nraise SystemExit(5)")
     ended = train(base, work, "train.py", **{name: value})
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -329,7 +329,7 @@ def test_wrong_setting_ends_the_host_before_the_script(base, work, name, value):
 
 
 def test_outside_of_sagemaker_the_emulator_is_named(tmp_path, work):
-    """Off SageMaker the error says so, names the emulator and writes nothing."""
+    """Off SageMaker, the command fails with a hint to use the emulator, and creates no files."""
     ended = train(tmp_path / "ml", work, "train.py")
     assert ended.returncode == 2
     assert "not a SageMaker host" in ended.stderr
@@ -338,7 +338,7 @@ def test_outside_of_sagemaker_the_emulator_is_named(tmp_path, work):
 
 
 def test_malformed_files_of_the_service_are_reported(base, work):
-    """A broken resourceconfig.json is named on stderr and in the failure file, which ends up in the usual place."""
+    """The failure file names a malformed resourceconfig.json."""
     write_job(base, resources="{not json")
     ended = train(base, work, "train.py")
     assert ended.returncode == 2
@@ -350,7 +350,7 @@ def test_malformed_files_of_the_service_are_reported(base, work):
     "module", ["lightning_sm.__main__", "lightning_sm.launcher.train", "lightning_sm.emulator.runner"]
 )
 def test_torch_and_lightning_are_not_imported(module):
-    """Launcher and emulator start without torch and Lightning, which take seconds to import."""
+    """Launcher and emulator do not import torch or Lightning, which would take seconds."""
     code = f"import sys, {module}\nprint({{'torch', 'pytorch_lightning', 'lightning'}} & set(sys.modules))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     assert ended.stdout == "set()\n"

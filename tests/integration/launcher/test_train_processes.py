@@ -1,4 +1,4 @@
-"""``lightning-sm train`` and the processes below it: signals, local ranks, orphans."""
+"""``lightning-sm train`` and its child processes: signals, local ranks, orphans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.integration.emulators import until
 from tests.integration.hosts import Hosts
 from tests.integration.launching import TIMEOUT_S, failure, started, train, variables_of
 
-# Says when it is ready for signals, and waits for one without ever ending by itself in a passing test.
+# Prints "ready" once signals may arrive, then sleeps longer than any passing test runs.
 _WAIT = f"print('ready', flush=True)\nimport signal, time\ntime.sleep({TIMEOUT_S})\n"
 
 
@@ -34,7 +34,7 @@ def _alive(pid):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_signals_reach_the_script(base, work, signum):
-    """SIGTERM and SIGINT are passed on, and the script's own exit code is the answer."""
+    """SIGTERM and SIGINT are forwarded, and the launcher exits with the script's exit code."""
     (work / "train.py").write_text(
         f"import signal, sys\nsignal.signal({int(signum)}, lambda *_: sys.exit(42))\n" + _WAIT
     )
@@ -45,7 +45,7 @@ def test_signals_reach_the_script(base, work, signum):
 
 
 def test_a_signal_to_another_thread_of_the_launcher_reaches_the_script(base, work):
-    """The kernel may give a process's signal to any of its threads, whichever call the main thread blocks in."""
+    """A signal is forwarded even if the kernel delivers it to a thread other than the main thread."""
     (work / "train.py").write_text("import signal, sys\nsignal.signal(15, lambda *_: sys.exit(42))\n" + _WAIT)
     with started(base, work, "train.py") as running:
         running.wait_for("ready")
@@ -56,7 +56,7 @@ def test_a_signal_to_another_thread_of_the_launcher_reaches_the_script(base, wor
 
 
 def test_only_processes_that_say_so_get_the_gentle_signal(base, work):
-    """A helper that catches SIGUSR2, as all Go programs do, does not keep SIGTERM from the script."""
+    """A helper process that handles SIGUSR2, as all Go programs do, does not delay SIGTERM for the script."""
     helper = "import signal\nsignal.signal(signal.SIGUSR2, lambda *_: None)\n" + _WAIT
     (work / "train.py").write_text(
         "import signal, subprocess, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
@@ -70,9 +70,9 @@ def test_only_processes_that_say_so_get_the_gentle_signal(base, work):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_that_says_so_gets_the_gentle_signal(base, work, signum):
-    """A file in the control folder is all it takes, whatever the process is called; SIGTERM comes later.
+    """A process with a file in the control folder gets SIGUSR2 before SIGTERM, whatever its name.
 
-    Ctrl-C on ``docker run`` sends SIGINT, which stops a job like SIGTERM.
+    SIGINT, which Ctrl-C on ``docker run`` sends, stops a job in the same way.
     """
     (work / "train.py").write_text(
         "import ctypes, os, pathlib, signal, sys\nctypes.CDLL(None).prctl(15, b'trainer-\\xe8\\xa8', 0, 0, 0)\n"
@@ -86,7 +86,7 @@ def test_a_process_that_says_so_gets_the_gentle_signal(base, work, signum):
 
 
 def test_a_second_ctrl_c_is_passed_on_at_once(base, work):
-    """Whoever does not want to wait for the checkpoint presses Ctrl-C again."""
+    """A second Ctrl-C is forwarded as SIGINT, for users who do not want to wait for the checkpoint."""
     (work / "train.py").write_text(
         "import os, pathlib, signal, sys\nsignal.signal(signal.SIGUSR2, lambda *_: print('saving', flush=True))\n"
         "signal.signal(signal.SIGINT, lambda *_: sys.exit(42))\n"
@@ -101,7 +101,7 @@ def test_a_second_ctrl_c_is_passed_on_at_once(base, work):
 
 
 def test_a_local_rank_that_fails_after_the_script_fails_the_host(base, work):
-    """A rank that still writes its predictions when rank 0 has ended is waited for, and its exit code counts."""
+    """The launcher waits for a local rank that outlives rank 0, and reports its exit code if it fails."""
     rank = "import sys\nfrom lightning_sm.job.control_folder import announce\nannounce()\nprint('ready', flush=True)\n"
     rank += "sys.stdin.read()\nsys.exit(5)"
     (work / "train.py").write_text(
@@ -115,7 +115,7 @@ def test_a_local_rank_that_fails_after_the_script_fails_the_host(base, work):
 
 
 def test_last_lines_wait_for_a_slow_reader(base, work):
-    """However late somebody reads a host's stderr, all lines of the script arrive, whoever else keeps its pipe open."""
+    """All lines of the script arrive, however late stderr is read, and even if a daemon keeps the pipe open."""
     (work / "train.py").write_text(
         "import os, pathlib, subprocess, sys\n"
         "daemon = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
@@ -136,7 +136,7 @@ def test_last_lines_wait_for_a_slow_reader(base, work):
         script, daemon = map(int, (work / "pids").read_text().split())
         try:
             until(lambda: not psutil.pid_exists(script), "the script has ended", TIMEOUT_S)
-            time.sleep(1.5)  # long for a launcher that gives up, and no limit for this one
+            time.sleep(1.5)  # a launcher with a time limit would have given up on its reader
             output = launcher.communicate(timeout=TIMEOUT_S)[1]
         finally:
             os.kill(daemon, signal.SIGKILL)
@@ -148,7 +148,7 @@ def test_last_lines_wait_for_a_slow_reader(base, work):
 
 
 def test_signal_that_kills_the_script_is_its_exit_code(base, work):
-    """A script without a handler ends by the signal: 128 + 15."""
+    """A script that SIGTERM kills gives exit code 143 (128 + 15)."""
     (work / "train.py").write_text(_WAIT)
     with started(base, work, "train.py") as running:
         running.wait_for("ready")
@@ -158,7 +158,7 @@ def test_signal_that_kills_the_script_is_its_exit_code(base, work):
 
 
 def test_signals_reach_the_whole_group(base, work):
-    """Local ranks that the script started get SIGTERM from the launcher, too."""
+    """The launcher sends SIGTERM to local ranks that the script started."""
     rank = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(print('rank stops', flush=True)))\n" + _WAIT
     (work / "train.py").write_text(
         "import signal, subprocess, sys\nsignal.signal(15, lambda *_: None)\n"
@@ -168,13 +168,13 @@ def test_signals_reach_the_whole_group(base, work):
         running.wait_for("ready")
         running.process.send_signal(signal.SIGTERM)
         running.wait_for("rank stops")
-        # Whether a script that exits with 0 after the signal has done all its work is not known.
+        # A script that exits with 0 after the signal may not have finished its work, so it counts as interrupted.
         assert running.exit_code() == INTERRUPTED_EXIT_CODE
     assert "The script has exited after the signal, and whether its work is complete is not known" in failure(base)
 
 
 def test_local_ranks_do_not_outlive_a_failed_script(base, work):
-    """When the script fails, the processes that it left behind are ended."""
+    """When the script fails, the processes that it left behind are killed."""
     (work / "train.py").write_text(
         f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {_WAIT!r}], stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\nprint(child.pid, flush=True)\nsys.exit(4)"
@@ -185,7 +185,7 @@ def test_local_ranks_do_not_outlive_a_failed_script(base, work):
 
 
 def test_local_ranks_may_finish_after_a_successful_script(base, work):
-    """When the script succeeds, what its local ranks still have to do is waited for."""
+    """When the script succeeds, the launcher waits for its local ranks to finish."""
     rank = "import sys\nsys.stdin.read()\nprint('rank done', flush=True)"
     (work / "train.py").write_text(
         "import os, subprocess, sys\n"
@@ -196,7 +196,7 @@ def test_local_ranks_may_finish_after_a_successful_script(base, work):
 
 
 def test_a_signal_on_the_way_out_does_not_replace_the_exit_code(base, work):
-    """Python restores the default of signals before it has left; the service may send SIGTERM just then."""
+    """SIGTERM does not change the exit code even after Python has restored the default signal handlers at exit."""
     (work / "train.py").write_text("raise SystemExit(7)")
     leave_late = """
 import os, signal, sys
@@ -215,7 +215,7 @@ sys.exit(main(["train", "train.py"]))
 
 
 def test_orphans_are_reaped_while_the_script_runs(base, work):
-    """Processes that the script leaves to their own end do not become zombies, however long the script runs."""
+    """Orphaned processes do not remain zombies while the script runs."""
     (work / "train.py").write_text(
         "import os, psutil, time\n"
         "launcher = os.getppid()\n"
@@ -239,7 +239,7 @@ def test_orphans_are_reaped_while_the_script_runs(base, work):
 
 
 def test_a_host_that_starts_after_the_failure_of_the_first_one_ends_with_its_reason(work, tmp_path):
-    """Containers start seconds apart: the main host that fails at its first line stays until the other one knows."""
+    """A main host that fails at once waits for hosts that start seconds later, and gives them its reason."""
     hosts = Hosts(tmp_path / "hosts")
     (work / "fail.py").write_text("raise ValueError('meant to fail')")
     (work / "wait.py").write_text(_WAIT)
@@ -255,9 +255,9 @@ def test_a_host_that_starts_after_the_failure_of_the_first_one_ends_with_its_rea
     assert re.match(r"ValueError: meant to fail\s+on trainer host algo-1\b", failure(hosts.folder / "algo-2"))
 
 
-@pytest.mark.proof  # a host is lost after 15 s
+@pytest.mark.proof  # takes 15 s, after which a host counts as lost
 def test_a_host_that_was_killed_is_the_reason_of_the_one_that_lost_its_connection(work, tmp_path):
-    """Which fails at once, and hears nothing from the other one's launcher; it does not report the consequence."""
+    """A host whose script lost its connection reports the killed host as the reason, not the connection error."""
     hosts = Hosts(tmp_path / "hosts")
     (work / "wait.py").write_text(_WAIT)
     gone = work / "gone"
@@ -285,7 +285,10 @@ def test_a_host_that_was_killed_is_the_reason_of_the_one_that_lost_its_connectio
 
 @pytest.mark.parametrize("scheme", ["s3", "file"])
 def test_the_first_checkpoint_is_waited_for_before_its_upload_has_begun(work, tmp_path, scheme):
-    """The agent has shown nothing yet when the script ends; its address does not matter, only that it is elsewhere."""
+    """The launcher waits for the first upload even if SageMaker's agent has not begun it when the script exits.
+
+    The address does not matter, as long as it is remote.
+    """
     base = tmp_path / "ml"
     checkpoint = {"LocalPath": str(tmp_path / "checkpoints"), "S3Uri": f"{scheme}:///bucket/checkpoints"}
     write_job(base, resource_config({"trainer": ["algo-1"]}, "algo-1"), checkpoint=checkpoint)
@@ -318,7 +321,7 @@ time.sleep(60)
 
 
 def test_the_rank_that_was_killed_is_known(tmp_path, monkeypatch):
-    """Its parent is the launcher, which knows how it has ended whatever the kernel shows to others."""
+    """The launcher is the parent of a killed rank, so it knows the exit code without reading it from /proc."""
     monkeypatch.setattr("lightning_sm._linux.exit_code_of_zombie", lambda _: None)
     with ControlFolder(tmp_path / "control") as control:
         control.path.mkdir()
@@ -330,7 +333,7 @@ def test_the_rank_that_was_killed_is_known(tmp_path, monkeypatch):
 
 
 def test_ranks_that_have_started_are_killed_if_another_one_cannot_be(tmp_path):
-    """As where the system has no room for a further process."""
+    """If one rank cannot be started, the ranks that were started are killed."""
     before = psutil.Process().children()
     with ControlFolder(tmp_path / "control") as control:
         control.path.mkdir()

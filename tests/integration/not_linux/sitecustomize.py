@@ -1,6 +1,7 @@
-"""Makes a Python process find what macOS has: what only Linux offers is gone. Loaded by PYTHONPATH, before all else.
+"""Simulates macOS: removes what only Linux offers from a Python process. PYTHONPATH makes Python load this file first.
 
-Packages of others must be loaded before, as they would look for their macOS binaries; PRELOAD names further ones.
+Third-party packages must be imported before the removal, or they would look for their macOS binaries. PRELOAD names
+further packages to import.
 """
 
 import errno
@@ -19,7 +20,7 @@ import sys
 for name in ("psutil", "urllib.request", *os.environ.get("PRELOAD", "").split()):
     importlib.import_module(name)
 
-# Python 3.10 to 3.12 on macOS lack them (documentation of each module, "Availability").
+# Missing from Python 3.10 to 3.12 on macOS, according to "Availability" in each module's documentation.
 LINUX_ONLY = {
     os: (
         *("sched_getaffinity", "sched_setaffinity", "sched_setscheduler", "memfd_create", "pidfd_open", "waitid"),
@@ -62,7 +63,7 @@ def refuse(event, arguments):
 
 
 def _is_psutil():
-    """Whether psutil opens the file; on macOS it asks the kernel instead."""
+    """Check whether psutil opens the file: on macOS it asks the kernel instead, so it must not fail here."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("psutil"):

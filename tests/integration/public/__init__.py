@@ -1,1 +1,1 @@
-"""Scripts in the shape of public ones, plainly and in jobs."""
+"""Public scripts, off SageMaker and in emulated jobs."""

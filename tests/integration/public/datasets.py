@@ -12,7 +12,7 @@ from PIL import Image
 
 
 def image_folders(folder: Path) -> None:
-    """Folders of two classes, as torchvision's ImageFolder reads them: 16 images to train, 8 to validate."""
+    """Write folders of two classes for torchvision's ImageFolder: 16 training and 8 validation images."""
     random = np.random.default_rng(0)
     for split, count in (("train", 8), ("val", 4)):
         for name in ("cat", "dog"):
@@ -23,7 +23,7 @@ def image_folders(folder: Path) -> None:
 
 
 def mnist(folder: Path) -> None:
-    """MNIST's files with 80 images to train and 8 to test, where torchvision has unpacked them."""
+    """Write MNIST's files as torchvision unpacks them, with 80 training and 8 test images."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     random = np.random.default_rng(0)
@@ -35,13 +35,13 @@ def mnist(folder: Path) -> None:
 
 
 def sales(folder: Path) -> None:
-    """Two series of 40 days: 32 windows of 16 days begin in the first 32 days."""
+    """Write two series of 40 days: 32 windows of 16 days begin in the first 32 days."""
     lines = [f"{shop},{day},{np.sin(day / 3 + shop):.3f}" for shop in (1, 2) for day in range(40)]
     (folder / "sales.csv").write_text("\n".join(["shop,day,sales", *lines]))
 
 
 def shards(folder: Path) -> None:
-    """WebDataset's tar files: 4 x 16 images to train, 4 x 8 to validate."""
+    """Write tar files for WebDataset: 4 x 16 training and 4 x 8 validation images."""
     random = np.random.default_rng(0)
     for split, count in (("train", 16), ("val", 8)):
         for shard in range(4):
@@ -54,7 +54,7 @@ def shards(folder: Path) -> None:
 
 
 def tokens(folder: Path) -> None:
-    """LitData's chunks: 64 sequences to train, 16 to validate."""
+    """Write LitData chunks: 64 training and 16 validation sequences."""
     from litdata.streaming.cache import Cache
 
     for split, count in (("train", 64), ("val", 16)):
@@ -67,7 +67,7 @@ def tokens(folder: Path) -> None:
 
 
 def _idx(array: np.ndarray) -> bytes:
-    """The format of MNIST's files: type and rank, sizes, bytes."""
+    """Encode an array in the format of MNIST's files: type and rank, sizes, bytes."""
     return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes() + array.tobytes()
 
 

@@ -1,7 +1,7 @@
-"""A process that has loaded torch and Lightning, and runs scripts in forks of itself: each import takes seconds.
+"""A process that imports torch and Lightning once, which takes seconds, and runs each script in a fork of itself.
 
-Reads a line of JSON for each run, and answers with its exit code: ``{"script": ..., "args": [...], "folder": ...}``.
-The output goes to log.txt in the folder, where the script runs.
+It reads one line of JSON per run, ``{"script": ..., "args": [...], "folder": ...}``, and answers with the exit code.
+The script runs in the folder, and its output goes to log.txt there.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 from lightning_sm._linux import kill_with_parent
 from lightning_sm.data.ipc.processes import fork
 
-# The first run waits for the imports.
+# Includes the imports, which the first run waits for.
 _TIMEOUT_S = 120
 
 
 class PlainRuns:
-    """Runs scripts off SageMaker, one after the other."""
+    """Runs scripts off SageMaker, one at a time."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def run(self, script: Path, args: Sequence[str], folder: Path) -> tuple[int, str]:
-        """Run a script to its end.
+        """Run a script and wait for it to exit.
 
         Args:
             script: The script.
@@ -39,7 +39,7 @@ class PlainRuns:
             folder: An existing folder to run it in.
 
         Returns:
-            Its exit code, and its output.
+            Its exit code and output.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -53,7 +53,7 @@ class PlainRuns:
 
 @contextmanager
 def started(repository: Path) -> Iterator[PlainRuns]:
-    """Start the process, and end it."""
+    """Start the process, and stop it at the end of the context."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SM_", "LIGHTNING_SM_"))}
     with subprocess.Popen(
         [sys.executable, "-m", "tests.integration.public.plain_runs"],
@@ -65,7 +65,7 @@ def started(repository: Path) -> Iterator[PlainRuns]:
     ) as process:
         try:
             yield PlainRuns(process)
-            process.communicate(timeout=10)  # the end of its input ends it
+            process.communicate(timeout=10)  # closes stdin, which makes the process exit
         finally:
             process.kill()
 
@@ -83,7 +83,7 @@ def _run(script: str, args: list[str], folder: str) -> None:
 
 
 def main() -> None:
-    """Run what the lines of stdin say."""
+    """Run the script that each line of stdin describes."""
     import pytorch_lightning.cli  # noqa: F401
     import torchmetrics  # noqa: F401
     import torchvision  # noqa: F401

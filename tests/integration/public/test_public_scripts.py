@@ -1,6 +1,6 @@
-"""Scripts as they are published, with one import changed: plainly, and on two trainers with a data host.
+"""Published scripts with one import changed, off SageMaker and on two trainer hosts with a data host.
 
-Each was written elsewhere, or in the shape of what is; none knows of these tests.
+Each script was written elsewhere, or modelled on one that was. None depends on these tests.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ pytestmark = [pytest.mark.processes, pytest.mark.proof]
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAINERS = ("--group", "trainer=2")
 DATA_HOST = ("--group", "data=1")
-# A job of three hosts with torch takes 15 s on two cores.
+# Generous: a job of three hosts with torch takes 15 s on two cores.
 TIMEOUT_S = 180
 ONCE = ("fit", "--trainer.max_epochs=1", "--trainer.accelerator=cpu")
 
 
 @dataclass(frozen=True)
 class Script:
-    """One script, and what is to become of it.
+    """A script, its arguments and data, and the expected number of steps.
 
     Attributes:
-        name: Its file.
-        steps: Optimizer steps of one process; two trainers take half of them each.
-        args: Its arguments everywhere.
-        data: Makes its data.
-        folder: The argument for the folder of the data.
-        is_channel: Whether a job sets it to its only channel, so that it need not be given.
+        name: Name of the file, without suffix.
+        steps: Optimizer steps of a single process; with two trainer hosts, each takes half of them.
+        args: Arguments for all runs.
+        data: Writes the script's data to a folder.
+        folder: Name of the argument for the data folder.
+        is_channel: True if a job sets that argument to its only channel, so that it can be omitted.
     """
 
     name: str
@@ -72,23 +72,23 @@ CASES = {
         16,
         data=datasets.tokens,
     ),
-    # Two optimizers, each of which steps once for a batch. No CLI: argparse, and SageMakerTrainer in place of Trainer.
+    # Two optimizers that step once per batch. The script uses argparse and SageMakerTrainer instead of a CLI.
     "gan": Script("gan", 32, ("--max_epochs=1", "--strategy=ddp_find_unused_parameters_true")),
     "template": Script("template", 16, (*ONCE, "--test_after_fit=true", "--model.lr=0.05")),
     "graphs": Script("graph_sage", 12),
     "segmentation": Script("segmentation", 8),
     "mri": Script("accelerated_mri", 32),
 }
-# They print the samples of a run, each with what became of it, and check the types of their batches.
+# Scripts that print each sample with its transformed values, and check the types of their batches.
 SEEN = ("graphs", "segmentation", "mri")
-# Those with loaders that have iterators of their own.
+# Scripts whose loaders have custom iterators, so that the trainers load the batches themselves.
 LOCAL = ("litdata", "webdataset, its own loader")
-# Their loaders and batches are of kinds that tests/differential and tests/unit/data/batch have.
+# Scripts whose kinds of loaders and batches are covered by tests/differential and tests/unit/data/batch.
 ORDINARY = ("image classifier", "imagenet", "bolts", "time series")
-# What only data hosts take differently.
+# Scripts that are worth running with a data host, because no other test covers their loaders or batches.
 WITH_DATA_HOST = {
     **{name: script for name, script in CASES.items() if name not in ORDINARY},
-    # Each trainer takes four steps: with_epoch(4) counts batches of a rank.
+    # Each trainer host takes four steps, because with_epoch(4) counts the batches of a rank.
     "webdataset, its own loader": Script(
         "webdataset_images",
         8,
@@ -99,20 +99,20 @@ WITH_DATA_HOST = {
 }
 
 
-# By stage: each sample, and what transforms and random numbers made of it, in an order of their own.
+# By stage: (sample, values after transforms and random numbers), sorted.
 Seen: TypeAlias = dict[str, list[tuple[Any, Any]]]
 
 
 @pytest.fixture(scope="module")
 def plain_runs() -> Iterator[PlainRuns]:
-    """Runs scripts off SageMaker."""
+    """A process that runs scripts off SageMaker."""
     with started(REPOSITORY) as runs:
         yield runs
 
 
 @pytest.fixture(scope="module")
 def plainly_seen() -> dict[str, Seen]:
-    """The samples that scripts saw off SageMaker."""
+    """Samples that scripts saw off SageMaker, by case."""
     return {}
 
 
@@ -126,7 +126,7 @@ def work(tmp_path):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """The folder of a script's data, made once."""
+    """Create a script's data once, and return its folder."""
     made: dict[str, Path] = {}
 
     def folder_of(script: Script) -> Path | None:
@@ -142,7 +142,7 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_plainly(plain_runs, work, data, plainly_seen, case):
-    """Off SageMaker the script trains as with LightningCLI."""
+    """Off SageMaker, the script trains for the expected number of steps."""
     script, folder = CASES[case], data(CASES[case])
     options = [] if folder is None else [f"{script.folder}={folder}"]
     code, output = plain_runs.run(work / f"{script.name}.py", [*script.args, *options], work)
@@ -154,7 +154,7 @@ def test_plainly(plain_runs, work, data, plainly_seen, case):
 
 @pytest.mark.parametrize("case", WITH_DATA_HOST)
 def test_on_two_trainers_and_a_data_host(tmp_path, plain_runs, work, data, plainly_seen, case):
-    """A data host builds the batches of the same script, or a line says which loader stays on the trainers."""
+    """A data host builds the script's batches, or the log says that they are loaded on the trainer hosts."""
     script = WITH_DATA_HOST[case]
     ended = run_job(tmp_path / "jobs", work, script, data(script), (*TRAINERS, *DATA_HOST))
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -164,13 +164,13 @@ def test_on_two_trainers_and_a_data_host(tmp_path, plain_runs, work, data, plain
         if case not in plainly_seen:
             test_plainly(plain_runs, work, data, plainly_seen, case)
         seen = seen_in(ended.stdout)
-        # Random numbers, and so what training samples become, are not those of a local DataLoader.
+        # Training samples are augmented with other random numbers than in a local DataLoader: compare the samples only.
         assert samples(seen["train"]) == samples(plainly_seen[case]["train"]), ended.stdout
         assert seen["val"] == plainly_seen[case]["val"], ended.stdout
 
 
 def test_template_continues_after_an_interruption(tmp_path, work):
-    """A CLI that prepares the arguments of fit itself resumes all the same, and logs from there on."""
+    """A CLI with a custom ``_prepare_subcommand_kwargs`` resumes after an interruption and continues its log."""
     args = (*ONCE, "--data.num_samples=6000", "--trainer.log_every_n_steps=10", "--trainer.limit_val_batches=1")
     long = Script("template", 1500, args)
     ended = run_job(tmp_path / "jobs", work, long, None, TRAINERS, "--fault", "interrupt@step=100")
@@ -186,7 +186,7 @@ def test_template_continues_after_an_interruption(tmp_path, work):
 
 
 def run_job(jobs, work, script, folder, groups, *options):
-    """Emulate a job; the script finds its data in the job's only channel."""
+    """Emulate a job whose only channel has the script's data."""
     channel = [] if folder is None else ["--channel", f"training={folder}"]
     args = [] if folder is None or script.is_channel else [f"{script.folder}={folder}"]
     options = [*groups, *channel, *options, "--env", f"PYTHONPATH={python_path(REPOSITORY)}"]
@@ -194,18 +194,18 @@ def run_job(jobs, work, script, folder, groups, *options):
 
 
 def seen_in(output):
-    """What the ranks of a script saw in each stage."""
+    """Collect the samples that all ranks printed, by stage."""
     runs = [ast.literal_eval(text) for text in re.findall(r"seen (\{.*\})", output)]
     assert runs, output
     return {stage: sorted((seen for run in runs for seen in run[stage]), key=repr) for stage in ("train", "val")}
 
 
 def samples(seen):
-    """The samples alone."""
+    """Return the samples without their values, sorted."""
     return sorted((sample for sample, _ in seen), key=repr)
 
 
 def steps_in(folder):
-    """The most steps that a checkpoint in a folder has."""
+    """Return the highest global step among the checkpoints in a folder."""
     files = [file for file in folder.rglob("*.ckpt") if not file.is_symlink()]
     return max(torch.load(file, weights_only=False)["global_step"] for file in files)

@@ -1,1 +1,1 @@
-"""Reports as a browser shows them, and as jobs write them."""
+"""Reports in a browser and in a terminal."""

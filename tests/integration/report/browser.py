@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its own pipe: no ports, no driver, no package."""
+"""A headless Chromium, driven through a pipe: it needs no port, driver or package."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _START_S = 60.0
 
 
 class Page:
-    """A page that Chromium shows.
+    """A page in Chromium.
 
     Args:
-        read: Where Chromium's messages come from.
-        write: Where it reads commands.
+        read: Descriptor for Chromium's messages.
+        write: Descriptor for commands to Chromium.
 
     Attributes:
-        requests: Addresses that the page asked for, itself included.
-        errors: What it, or Chromium about it, wrote to the console.
+        requests: Addresses that the page requested, including the page itself.
+        errors: Messages that the page or Chromium wrote to the console.
     """
 
     def __init__(self, read: int, write: int) -> None:
@@ -44,7 +44,7 @@ class Page:
             self.send(f"{domain}.enable")
 
     def open(self, file: Path, *, width: int = 1000, height: int = 844, is_dark: bool = False) -> None:
-        """Show a file."""
+        """Load a file and wait until it is complete."""
         self.requests.clear()
         self.errors.clear()
         self.send(
@@ -62,7 +62,7 @@ class Page:
         return self.send("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
     def picture(self, file: Path, *, is_whole: bool = True) -> None:
-        """Write a picture of the page."""
+        """Write a screenshot of the page."""
         data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)["data"]
         file.write_bytes(base64.b64decode(data))
 
@@ -102,10 +102,10 @@ class Page:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """Start Chromium, which is ended with the context.
+    """Start Chromium, and stop it at the end of the context.
 
     Args:
-        folder: For its profile.
+        folder: Folder for Chromium's profile.
     """
     assert PROGRAM is not None, "Chromium is not installed (Debian: chromium)"
     to_browser, from_browser = os.pipe(), os.pipe()
@@ -121,7 +121,7 @@ def browser(folder: Path) -> Iterator[Page]:
         "--remote-debugging-pipe",
         "about:blank",
     ]
-    # Chromium reads commands from descriptor 3 and writes to 4; no other program than a shell puts them there.
+    # Chromium reads commands from descriptor 3 and writes to descriptor 4; only a shell can set them up.
     shell = 'exec "$@" 3<&"$IN" 4>&"$OUT"'
     env = os.environ | {"IN": str(to_browser[0]), "OUT": str(from_browser[1]), "HOME": str(folder)}
     with (folder / "log.txt").open("wb") as log:
@@ -139,7 +139,7 @@ def browser(folder: Path) -> Iterator[Page]:
     try:
         yield Page(from_browser[0], to_browser[1])
     finally:
-        os.close(to_browser[1])  # on which Chromium ends
+        os.close(to_browser[1])  # makes Chromium exit
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""A report as Chromium shows it: on a phone, in the dark, and without a network."""
+"""Reports in Chromium: on a phone, in dark mode, and without a network."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ COLOUR = "getComputedStyle(document.{}).{}"
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """The page of one run, and of two runs side by side."""
+    """Reports of one run, and of two runs side by side."""
     folder = tmp_path_factory.mktemp("reports")
     runs = [
         Figures(read_run(input_bound(folder / name, outcome=how)))
@@ -35,13 +35,13 @@ def reports(tmp_path_factory):
 
 @pytest.fixture
 def page(tmp_path):
-    """A page of a Chromium of its own."""
+    """A page in a new Chromium."""
     with browser(tmp_path) as shown:
         yield shown
 
 
 def test_reports_open_everywhere(page, reports):
-    """No picture scrolls the page sideways, whatever the width; nothing is loaded; nothing is wrong."""
+    """At every width, a report does not scroll sideways, loads no other file and logs no error."""
     for name in ("1.html", "2.html"):
         for width in (390, 1000, 1600):
             page.open(reports / name, width=width)
@@ -54,7 +54,7 @@ def test_reports_open_everywhere(page, reports):
 
 
 def test_text_in_pictures_can_be_read(page, reports):
-    """Also on a phone, where a picture keeps its size and can be moved sideways."""
+    """Text in figures is readable even on a phone, where a figure keeps its size and scrolls sideways."""
     for width in (390, 1000):
         page.open(reports / "1.html", width=width)
         sizes = page.evaluate(
@@ -65,13 +65,16 @@ def test_text_in_pictures_can_be_read(page, reports):
 
 
 def test_the_first_screen_of_a_phone_has_the_verdict_and_the_numbers(page, reports):
-    """Nobody scrolls to learn how the job ended."""
+    """On a phone, the verdict and the numbers are visible without scrolling."""
     page.open(reports / "1.html", width=390, height=844)
     assert page.evaluate("document.querySelector('dl.numbers').getBoundingClientRect().bottom") < 844
 
 
 def test_each_picture_of_a_report_has_an_end(page, reports, monkeypatch):
-    """The pictures of the pages end before an element that reports have; its jobs take minutes before one is missed."""
+    """Reports have the elements at which docs/pictures.py crops its screenshots.
+
+    Without this test, a missing element would only be noticed after jobs that take minutes.
+    """
     monkeypatch.syspath_prepend(str(DOCS))
     import pictures
 
@@ -82,7 +85,7 @@ def test_each_picture_of_a_report_has_an_end(page, reports, monkeypatch):
 
 
 def test_the_dark_is_dark(page, reports):
-    """Page, text and pictures change together, and can be told apart in both."""
+    """In light and dark mode, text and figures have the same colour and contrast with the page."""
     colours = {}
     for is_dark in (False, True):
         page.open(reports / "1.html", is_dark=is_dark)
@@ -103,7 +106,7 @@ def test_the_dark_is_dark(page, reports):
 
 
 def test_a_page_that_loads_something_would_be_noticed(page, tmp_path):
-    """The checks above can fail: a script that writes to the console, and a picture from elsewhere."""
+    """The checks above detect console errors, requests for other files, and pages that are too wide."""
     file = tmp_path / "bad.html"
     file.write_text('<img src="missing.png"><script>console.error("x")</script><div style="width: 2000px">wide</div>')
     page.open(file, width=390)

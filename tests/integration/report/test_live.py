@@ -1,4 +1,4 @@
-"""``lightning-sm report --live`` beside an emulated job whose processes write what training would, without torch."""
+"""``lightning-sm report --live`` on an emulated job whose processes write a training's record without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.integration.emulators import command, in_background, job_dir, local, 
 
 TIMEOUT_S = 60
 
-# Trainers that have done 40 steps, and a data host that has built 50 batches; all run until there is a file.
+# Trainers that have done 40 steps, and a data host that has built 50 batches. All run until a file exists.
 _SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -46,19 +46,19 @@ while not Path(sys.argv[1]).exists():
 
 
 def watch(*options):
-    """The command that watches a job."""
+    """Build the command that watches a job."""
     return [sys.executable, "-m", "lightning_sm", "report", "--live", *map(str, options)]
 
 
 def shown(*options):
-    """What the command prints; it must end well."""
+    """Run the command, which must succeed, and return its output."""
     ended = subprocess.run(watch(*options), capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
 def is_complete(folder):
-    """Whether all that the processes write can be seen."""
+    """Check whether every host's progress is visible."""
     call = watch(folder, "--once", "--json")
     ended = subprocess.run(call, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     rows = json.loads(ended.stdout)["hosts"] if ended.returncode == 0 else [{}]
@@ -67,7 +67,7 @@ def is_complete(folder):
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """Folder of a job with two trainers and a data host, and the file that ends it."""
+    """The folder of a job with two trainer hosts and a data host, and the file that makes the job end."""
     folder = tmp_path_factory.mktemp("live")
     script, end = folder / "train.py", folder / "end"
     script.write_text(_SCRIPT)
@@ -84,7 +84,7 @@ def job(tmp_path_factory):
 
 
 def test_what_scripts_get(job):
-    """Trainers and data hosts, from the record that the processes write."""
+    """``--once --json`` prints the job's progress and the state of every host."""
     folder, _ = job
     found = json.loads(shown(folder, "--once", "--json"))
     assert (found["job"], found["attempt"], found["step"]) == (folder.name, 1, 40)
@@ -98,7 +98,7 @@ def test_what_scripts_get(job):
 
 
 def test_ctrl_c_leaves_a_terminal_as_it_was(job):
-    """The exit code is 0, and what it showed last stays."""
+    """Ctrl-C exits with 0 and leaves the last output on the screen."""
     folder, _ = job
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color"}
@@ -120,7 +120,7 @@ def test_ctrl_c_leaves_a_terminal_as_it_was(job):
 
 
 def test_the_emulator_says_how_to_watch_its_job(jobs, work):
-    """In a terminal, where somebody is there to watch it."""
+    """The emulator prints the command to watch its job, but only in a terminal."""
     (work / "train.py").write_text("")
     ours, theirs = pty.openpty()
     with subprocess.Popen(command(jobs, ["--", "train.py"]), cwd=work, stdout=theirs, stderr=theirs) as process:
@@ -134,13 +134,13 @@ def test_the_emulator_says_how_to_watch_its_job(jobs, work):
 
 
 def _rest(terminal):
-    """What a process writes until it ends."""
+    """Read a process's output until it exits."""
     found = b""
     while True:
         assert select.select([terminal], [], [], TIMEOUT_S)[0], f"nothing more came than {found[-2000:]!r}"
         try:
             data = os.read(terminal, 4096)
-        except OSError:  # Linux says so at the end
+        except OSError:  # how Linux reports that the other end is closed
             return found
         if not data:
             return found
@@ -148,7 +148,7 @@ def _rest(terminal):
 
 
 def test_it_ends_with_the_job(job):
-    """The last test: it lets the job end, and so does the one who watched it."""
+    """The live report exits when the job ends. This must be the last test, because it ends the job."""
     folder, end = job
     call = watch(folder)
     with subprocess.Popen(call, stdout=subprocess.PIPE, text=True) as process:

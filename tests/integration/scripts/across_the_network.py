@@ -1,4 +1,4 @@
-"""One end of the data service, obeying lines on stdin.
+"""One end of the data service, controlled by lines on stdin.
 
 Arguments: ``serve ADDRESS TRUSTED``, ``train ADDRESS ADDRESS`` or ``refused ADDRESS``.
 """
@@ -47,8 +47,8 @@ def train(addresses):
             mended = time.monotonic()
             wait_for(module, "up")
             adoption = time.monotonic() - mended
-            # Only a host that is needed shows that it is used: the other one could end the epoch before this one has
-            # started its worker.
+            # Force the use of the healed host: otherwise the other one could finish the epoch before the healed host
+            # has started its worker.
             ask("cut the other")
         began = time.monotonic()
     say(f"same {stream_hash(kept) == wanted} steps {len(kept)}")
@@ -66,7 +66,7 @@ def refused(address):
 
 
 def say_error(batches):
-    """Take batches until an error comes, and say after how many seconds that was."""
+    """Read batches until an error is raised, and print the error and the seconds until then."""
     began = time.monotonic()
     try:
         list(batches)
@@ -79,7 +79,7 @@ def last_host(module):
 
 
 def wait_for(module, *states):
-    """Until the last host is in one of the states; each question to the feeder is answered at its own pace."""
+    """Wait until the last host is in one of the states. The loop needs no sleep: each snapshot waits for the feeder."""
     while last_host(module).state not in states:
         pass
 

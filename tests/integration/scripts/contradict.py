@@ -1,6 +1,6 @@
-"""Make Trainers that contradict the cluster, and write how each attempt ended.
+"""Create Trainers that contradict the cluster, and write the result of each attempt.
 
-Arguments: settings of each Trainer as JSON.
+Arguments: the settings of each Trainer as JSON.
 """
 
 import json

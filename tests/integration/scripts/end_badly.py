@@ -1,4 +1,4 @@
-"""Trains on data hosts until something ends it; the arguments are how, a folder and the addresses."""
+"""Train on data hosts until interrupted in some way. Arguments: the way, a folder, and the data hosts' addresses."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tests.integration.data.numbers import Data, Recorder, quiet_trainer
 
 
 class Ends(Callback):
-    """Ends the training at its third batch."""
+    """Stops the training at its third batch."""
 
     def on_train_batch_start(self, trainer, *_):
         if trainer.global_step < 2:

@@ -1,6 +1,6 @@
-# One of two ranks, each in a folder of its own with the same relative paths, as hosts without a shared folder. They
-# save a sharded model and export the best checkpoint, and the current weights.
-# Rank 0 takes its time, and the other one waits for it, but not in a collective call, which has a timeout.
+# One of two ranks, which have separate folders with the same relative paths, like hosts without a shared folder. The
+# ranks save a sharded model and export the best checkpoint, and the current weights. Rank 0 is slow, and rank 1 must
+# wait for it, but not in a collective call, which has a timeout.
 import os
 import sys
 import time
@@ -20,7 +20,7 @@ RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 
 
 def save(path):
-    """Write as Lightning's strategies do: all ranks their shards, rank 0 what lists them and the rest."""
+    """Save as Lightning's strategies do: each rank writes its shards, and rank 0 the index and all else."""
     path.mkdir(parents=True, exist_ok=True)
     weights = get_model_state_dict(model)
     moments = {name: torch.zeros_like(weight) for name, weight in weights.items()}
@@ -36,7 +36,7 @@ def broadcast(value):
 
 
 class SlowOutputs(JobOutputs):
-    """Takes another second on rank 0."""
+    """Takes a second longer on rank 0."""
 
     def _export(self, trainer, checkpoint):
         super()._export(trainer, checkpoint)
@@ -64,7 +64,7 @@ def export(model_dir, best):
         save_checkpoint=lambda path: save(Path(path)),
     )
     SlowOutputs(SimpleNamespace(model_dir=Path(model_dir), checkpoint_dir=None)).on_fit_end(trainer, None)
-    # In SageMaker's local mode the first host that leaves ends the others.
+    # In SageMaker's local mode, the first host that exits stops the others, so rank 0 must have finished.
     assert Path(FOLDER, "0", model_dir, "complete").exists()
 
 
@@ -73,7 +73,7 @@ here.mkdir()
 os.chdir(here)
 distributed.init_process_group("gloo", init_method=f"file://{FOLDER}/meeting", rank=RANK, world_size=2)
 torch.manual_seed(0)
-# 5 rows: the shards differ in size. The norm has values of its own.
+# With 5 rows, the shards differ in size. The norm gets random weights, so that they differ from its defaults.
 model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5))
 torch.nn.init.normal_(model[1].weight)
 if RANK == 0:

@@ -1,4 +1,4 @@
-"""Print the main address, once it is known. Argument: seconds to wait for it."""
+"""Wait for the main address and print it. Argument: the timeout in seconds."""
 
 import sys
 

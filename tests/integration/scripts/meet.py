@@ -1,6 +1,6 @@
-"""Train a tiny model and write what every rank knows of itself and of the others.
+"""Train a tiny model and write each rank's view of itself and of the other ranks.
 
-Arguments: Trainer settings as JSON, and the stages of each Trainer: ``fit``, ``test`` or ``fit,test``.
+Arguments: the Trainer settings as JSON, and the stages of each Trainer: ``fit``, ``test`` or ``fit,test``.
 """
 
 import atexit
@@ -19,7 +19,7 @@ INHERITED = os.environ.get("RANK")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
-# Registered before all else, and so run after it. Workers of ddp_spawn import this file, too.
+# Registered first, so it runs last. It also runs in the workers of ddp_spawn, which import this file.
 @atexit.register
 def write_end():
     (OUT / f"end-{os.getpid()}.json").write_text(json.dumps({"in_group": torch.distributed.is_initialized()}))
@@ -91,7 +91,8 @@ def main():
         for stage in stages.split(","):
             getattr(trainer, stage)(model)
     if os.environ.get("UNPREPARED"):
-        # Nothing else does: a thread of Gloo that outlives the interpreter aborts the process (PyTorch issue 179291).
+        # An unprepared process must do this: a Gloo thread that outlives the interpreter aborts the process (PyTorch
+        # issue 179291).
         torch.distributed.destroy_process_group()
 
 

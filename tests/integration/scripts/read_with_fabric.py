@@ -1,4 +1,4 @@
-"""A user's script with Fabric: each rank writes which numbers it has read, in two epochs."""
+"""A user's script with Fabric: each rank writes the numbers that it read in two epochs."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from lightning_sm import SageMakerFabric
 
 
 class Numbers(Dataset):
-    """Numbers."""
+    """The numbers from 0 to 20."""
 
     def __len__(self):
         return 21
@@ -25,5 +25,5 @@ fabric.launch()
 fabric.seed_everything(3)
 loader = fabric.setup_dataloaders(DataLoader(Numbers(), 4, shuffle=True))
 seen = [[batch.tolist() for batch in loader] for _ in range(2)]
-fabric.barrier()  # a rank that exits while another one still connects to it would fail that one
+fabric.barrier()  # otherwise a rank could exit while another rank is still connecting to it, which would then fail
 Path(sys.argv[1], f"read-{fabric.global_rank}.json").write_text(json.dumps(seen))

@@ -1,4 +1,4 @@
-"""A user's script with Fabric: adds up a number of each rank."""
+"""A user's script with Fabric: it adds up a number from each rank."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Ranks of two hosts read checkpoints that only one of them has; each writes what it read."""
+"""Ranks on two hosts read checkpoints that only one host has, and write what they read."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import distributed
 
 from lightning_sm.training.checkpoints import transfer
 
-# Files get several pieces.
+# Small enough to split the files into several pieces.
 transfer._PIECE_BYTES = 1000
 BASE = Path(os.environ["SAGEMAKER_BASE_DIR"])
 RANK = int(sys.argv[1])
 
 
 def broadcast(value):
-    """What a strategy does."""
+    """Broadcast as a strategy does."""
     values = [value]
     distributed.broadcast_object_list(values, 0)
     return values[0]
@@ -30,7 +30,7 @@ TRAINER = SimpleNamespace(node_rank=RANK, local_rank=0, strategy=SimpleNamespace
 
 
 def write(name, value):
-    """Write a file of torch, or of bytes."""
+    """Write bytes, or any other value with ``torch.save``."""
     path = BASE / name
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(value, bytes):
@@ -40,7 +40,7 @@ def write(name, value):
 
 
 def read(path):
-    """What is in a file, or in the files of a folder by name."""
+    """Read a file, or the files of a folder by name."""
     if path.is_dir():
         return {str(file.relative_to(path)): read(file) for file in sorted(path.rglob("*")) if file.is_file()}
     if not path.exists():
@@ -49,7 +49,7 @@ def read(path):
 
 
 def share(name, holder=0):
-    """Load a checkpoint as Lightning does; return what was read, and whether it is the host's own file."""
+    """Load a checkpoint; return its content, whether it is the host's own file, and the files left in "received"."""
     path = name if "://" in name else str(BASE / name)
     with transfer.on_every_host(TRAINER, path, BASE / "received", holder) as shared:
         found = read(Path(shared)), shared == path

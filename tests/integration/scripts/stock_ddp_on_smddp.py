@@ -1,6 +1,6 @@
-"""What a script without lightning_sm does with SMDDP, as AWS documents it: Lightning's own DDP with another backend.
+"""A script with SMDDP but without lightning_sm, as AWS documents it: Lightning's stock DDP with another backend.
 
-Argument: "prepare" to train on data that has a prepare_data, "log" to log a mean over the ranks.
+Argument: "prepare" to train with a prepare_data hook, "log" to log a mean over the ranks.
 """
 
 import os

@@ -1,5 +1,5 @@
-# Makes it hard to leave: validation streams that end at other batches on each rank, and checkpoints that are written
-# slowly in the background, or not at all. NOTES/<host> says whether one was written when the host left.
+# Makes a clean exit hard: validation streams end at a different batch on each rank, and checkpoints are written slowly
+# in the background, or not at all. NOTES/<host> records whether a checkpoint had been written when the host exited.
 import errno
 import os
 import time

@@ -1,5 +1,5 @@
-# A script whose run can be compared number by number: a line through points, in double precision, with a loss for every
-# sample, which rank 0 .. n append to NOTES/<rank>.txt: "epoch batch_idx loss" and "val epoch loss".
+# A script whose runs can be compared number by number: it fits a line through points in double precision. Each rank
+# appends its losses to NOTES/<rank>.txt, as "train epoch batch_idx loss" and "val epoch batch_idx loss".
 import os
 import time
 from pathlib import Path
@@ -36,7 +36,7 @@ class Points(LightningDataModule):
 
 
 class Line(LightningModule):
-    """Args: step_s: least seconds of a step. told_by: the step that waits until a rank has been told to stop."""
+    """Args: step_s: minimum seconds per step. told_by: the step that waits until a rank has been told to stop."""
 
     def __init__(self, step_s: float = 0.0, told_by: int = -1) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Line(LightningModule):
 
 
 def fail(rank, moment):
-    """Fail as FAILS says, a way of dying "@" a global step, "val" or "open", on the rank or place FAILS_ON."""
+    """Fail as FAILS says, "<kind>@<moment>" (a global step, "val" or "open"), on the rank or place FAILS_ON."""
     kind, _, at = os.environ.get("FAILS", "").partition("@")
     if str(rank) != os.environ.get("FAILS_ON") or str(moment) != at:
         return
@@ -88,7 +88,7 @@ def fail(rank, moment):
 
 
 def place():
-    """What FAILS_ON may name where there are no ranks: the host's rank among the trainers, "data-0", "data-1"."""
+    """Return the host's name for FAILS_ON where there are no ranks: its trainer node rank, or "data-0", "data-1"."""
     job = SageMakerJob.from_environment()
     topology = Topology.from_job(job)
     is_trainer = topology.role is Role.TRAINER

@@ -1,4 +1,4 @@
-"""A user's training script that makes Lightning reduce in every way; each rank writes what it got, and its weights."""
+"""A user's training script that uses all of Lightning's reductions. Each rank writes the results and its weights."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""A training of which rank 1 fails once, followed by tests of the best and the last checkpoint.
+"""A training in which rank 1 fails once, followed by tests of the best and the last checkpoint.
 
-The jobs of test_unshared_checkpoints run it.
+The jobs in test_unshared_checkpoints run this script.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ FAILED = Path("failed")  # in the working directory, which outlives an attempt
 
 
 def whole(tensor):
-    """All of a weight, of which each rank may have a shard."""
+    """Gather a weight if it is sharded over the ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def say(*words):
-    """Write a line at once: hosts share their output."""
+    """Write a line in one piece, because hosts share their output."""
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 class Model(LightningModule):
-    """Its weights depend on the order of batches and on the random state."""
+    """A model whose weights depend on the order of batches and on the random state."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ class Model(LightningModule):
 
 
 class Fail(Callback):
-    """One failure of rank 1."""
+    """Makes rank 1 fail once."""
 
     def on_train_batch_start(self, trainer, *_):
         if trainer.global_rank == 1 and trainer.global_step == FAIL_AT and not FAILED.exists():

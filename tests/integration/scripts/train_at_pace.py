@@ -1,6 +1,6 @@
-"""Two ranks of this machine train in one situation after the other; the log of rank 0 says what it thinks of each.
+"""Train in one situation after the other with two ranks on this machine; rank 0 logs its verdict on each.
 
-Arguments: a folder through which data hosts and network learn of the situation, and the addresses of the data hosts.
+Arguments: a folder from which data hosts and network read the situation, and the addresses of the data hosts.
 """
 
 import json
@@ -22,14 +22,14 @@ from tests.integration.data.datasets import HOST_VARIABLE, Data
 
 @dataclass(frozen=True)
 class Situation:
-    """Where the time goes.
+    """A training with known bottlenecks.
 
     Attributes:
         steps: Steps of each of the two ranks.
-        num_bytes: Bytes of a batch.
-        build_s: Seconds that a worker of host "a", and of host "b", takes for a batch.
-        step_s: Seconds that the user's code of rank 0, and of rank 1, takes in a step.
-        bytes_per_s: What the network of each data host lets through; 0: everything.
+        num_bytes: Bytes per batch.
+        build_s: Seconds per batch of a worker on host "a" and on host "b".
+        step_s: Seconds per step of the user's code on rank 0 and on rank 1.
+        bytes_per_s: Network bandwidth of each data host; 0 for no limit.
     """
 
     steps: int
@@ -39,7 +39,7 @@ class Situation:
     bytes_per_s: int = 0
 
 
-# Figures of rank 1 reach rank 0 by heartbeats: some of the last steps of a situation count in the next one.
+# Rank 1 sends its figures to rank 0 with heartbeats, so the last steps of a situation may count in the next one.
 SITUATIONS = {
     "slow transforms": Situation(14, build_s=(0.3, 0.3), step_s=(0.1, 0.1)),
     "slow network": Situation(40, num_bytes=2_000_000, bytes_per_s=10_000_000),
@@ -50,10 +50,10 @@ SITUATIONS = {
 
 
 class Paced(Dataset):
-    """Batches that take their time.
+    """A dataset of batches that take as long to build as the situation says.
 
     Args:
-        length: How many.
+        length: Number of batches.
         situation: The situation.
     """
 
@@ -69,28 +69,28 @@ class Paced(Dataset):
 
 
 def write(folder, situation):
-    """Let the data hosts and the network know of a situation."""
+    """Pass a situation to the data hosts and the network."""
     new = folder / "new"
     new.write_text(json.dumps(asdict(situation)))
     new.rename(folder / "situation")
 
 
 def read(folder):
-    """The present situation."""
+    """Read the current situation."""
     return Situation(**json.loads((folder / "situation").read_text()))
 
 
 def make(folder):
-    """The loader of a data host."""
+    """Create the loader of a data host."""
     situation = read(folder)
     return DataLoader(Paced(2 * situation.steps, situation), batch_size=1)
 
 
 class Model(LightningModule):
-    """Takes its time.
+    """A model with slow steps.
 
     Args:
-        step_s: Seconds by rank.
+        step_s: Seconds per step by rank.
     """
 
     def __init__(self, step_s):

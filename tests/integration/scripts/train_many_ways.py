@@ -1,4 +1,4 @@
-"""Scripts as people write them, one after the other; each rank writes what they have trained on into a folder."""
+"""Run many kinds of user scripts one after the other. Each rank writes the samples that it trained on to a folder."""
 
 import json
 import sys
@@ -16,14 +16,14 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": 
 
 
 class Sample:
-    """A class of the script, which datasets and collate functions look at."""
+    """A class of the script that datasets and collate functions use."""
 
     def __init__(self, number):
         self.number = number
 
 
 class Ids(Dataset):
-    """Samples with given ids; with a DataModule, also the epoch that its Trainer is in."""
+    """Samples with these ids; with a DataModule, each sample includes the Trainer's current epoch."""
 
     def __init__(self, ids, datamodule=None):
         self.ids, self.datamodule = list(ids), datamodule
@@ -38,7 +38,7 @@ class Ids(Dataset):
 
 
 class Samples(Ids):
-    """Samples of a class that the script has, found by its name."""
+    """Samples of a class that is looked up in the script by name."""
 
     def __getitem__(self, index):
         return globals()["Sample"](self.ids[index])
@@ -52,7 +52,7 @@ def numbers(samples):
 
 
 class Model(NotingModel):
-    """Notes what it is trained and tested on."""
+    """Records the batches that it is trained and tested on."""
 
     def training_step(self, batch, batch_idx):
         self.seen.append(["train", self.current_epoch, batch.tolist()])
@@ -104,7 +104,7 @@ class Other(LightningDataModule):
 
 
 class Level(LightningDataModule):
-    """A curriculum, whose level the model raises."""
+    """A curriculum whose level the model raises."""
 
     def setup(self, stage):
         self.level = 1
@@ -138,7 +138,7 @@ class Raise(Model):
 
 
 class Epochs(LightningDataModule):
-    """Dataset and collate function read the epoch."""
+    """A DataModule whose dataset and collate function read the epoch."""
 
     def collate(self, samples):
         return torch.cat([torch.stack(samples).flatten(), torch.tensor([self.trainer.current_epoch])])
@@ -148,7 +148,7 @@ class Epochs(LightningDataModule):
 
 
 class Guarded(LightningDataModule):
-    """Sets up once, and tests with what it has made for training; its batch size is changed in between."""
+    """Sets up once for fit, and uses the same vocabulary for test. The batch size changes in between."""
 
     ready = False
 
@@ -171,7 +171,7 @@ class Guarded(LightningDataModule):
 
 
 class OfScript(LightningDataModule):
-    """Classes and functions of the script, and memory."""
+    """Uses classes and functions of the script, and large arrays and tensors."""
 
     def __init__(self, shift):
         super().__init__()
@@ -185,7 +185,7 @@ class OfScript(LightningDataModule):
 
 
 class Weighted(LightningDataModule):
-    """State with keys and containers that JSON does not have."""
+    """Has state with keys and containers that JSON does not support."""
 
     def __init__(self):
         super().__init__()
@@ -208,7 +208,7 @@ class Weighted(LightningDataModule):
 
 
 class OwnLoaders(Model):
-    """A model with loaders of its own."""
+    """A model with loader hooks."""
 
     def setup(self, stage):
         self.ids = Ids(range(5))
@@ -224,18 +224,18 @@ class OwnLoaders(Model):
 
 
 class ReadsData(OwnLoaders):
-    """Reads the DataModule of its Trainer."""
+    """Reads the Trainer's DataModule."""
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         super().validation_step(batch, batch_idx, dataloader_idx)
         data = self.trainer.datamodule
         data.fold += 1
-        # A text: the number of steps, unlike that of samples, depends on the number of ranks.
+        # Text, unlike a list of samples, because the number of steps depends on the number of ranks.
         self.seen.append(f"{data.fold} {data.hparams.batch_size} {type(data).__qualname__}")
 
 
 class EpochsOfModel(Model):
-    """Makes loaders whose dataset and collate function read the model's own epoch."""
+    """Creates loaders whose dataset and collate function read the model's epoch."""
 
     def collate(self, samples):
         return torch.cat([torch.stack(samples).flatten(), torch.tensor([self.current_epoch])])
@@ -319,7 +319,7 @@ def epochs_of_model():
 
 
 def both():
-    """Loaders that are handed over take precedence over the model's own, but only for their stage."""
+    """Loaders passed to ``fit`` take precedence over the model's loaders, but only for their stage."""
     model, own = OwnLoaders(), trainer()
     own.fit(model, DataLoader(Ids(range(100, 104)), 2))
     own.fit_loop.epoch_progress.reset()
@@ -330,7 +330,7 @@ def both():
 
 
 def switched_off():
-    """Hooks that are None, of a model and of a DataModule."""
+    """A model and a DataModule switch off a loader hook by setting it to None."""
     model, data = OwnLoaders(), Guarded()
     model.val_dataloader = data.test_dataloader = None
     trainer().fit(model)
@@ -339,7 +339,7 @@ def switched_off():
 
 
 def after_a_datamodule():
-    """Loaders after a DataModule, which stays attached: its attributes and its state in checkpoints."""
+    """A DataModule stays attached when loaders are passed later, with its attributes and its state in checkpoints."""
     model, own, data = ReadsData(), trainer(), Weighted()
     data.fold, data.hparams["batch_size"] = 3, 4
     own.fit(model, datamodule=data)
@@ -354,7 +354,7 @@ def after_a_datamodule():
 
 
 def by_the_cli():
-    """A script that makes model and Trainer by the CLI, and hands over what it likes."""
+    """A script that creates model and Trainer with the CLI, then calls the Trainer with other data."""
     quiet = {**QUIET, "accelerator": "cpu", "max_epochs": 1, "enable_checkpointing": False}
     cli = SageMakerCLI(OwnLoaders, Other, run=False, args=[], trainer_defaults=quiet, save_config_callback=None)
     cli.trainer.fit(cli.model, DataLoader(Ids(range(100, 104)), 2))

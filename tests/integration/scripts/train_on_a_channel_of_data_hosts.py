@@ -1,4 +1,4 @@
-"""Trains on a channel that the data group alone has; each rank writes what it has trained on into a folder."""
+"""Train on a channel that only the data group has. Each rank writes the samples that it trained on to a folder."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from lightning_sm import SageMakerCLI, SageMakerTrainer
 from lightning_sm.job.facts import SageMakerJob
 from tests.fakes.noting_model import NotingModel
 
-# The emulator gives channels to all hosts.
+# The emulator gives channels to all hosts, so hide them on the trainer hosts.
 if os.environ["SM_CURRENT_INSTANCE_GROUP"] == "trainer":
     Path(os.environ["SM_INPUT_CONFIG_DIR"], "inputdataconfig.json").write_text("{}")
 
 
 class Files(Dataset):
-    """The numbers in files."""
+    """The numbers in a folder's files."""
 
     def __init__(self, folder):
         self.files = sorted(Path(folder).iterdir())
@@ -32,7 +32,7 @@ class Files(Dataset):
 
 
 class Data(LightningDataModule):
-    """A DataModule that knows of no data hosts."""
+    """A DataModule without code for data hosts."""
 
     def __init__(self, data_dir: str = "/opt/ml/input/data/training"):
         super().__init__()
@@ -47,7 +47,7 @@ class Data(LightningDataModule):
 
 
 class Model(NotingModel):
-    """Notes what it is trained on."""
+    """Records the samples that it is trained on."""
 
     def training_step(self, batch, batch_idx):
         self.seen += batch.tolist()
@@ -55,7 +55,7 @@ class Model(NotingModel):
 
 
 def main():
-    """Train with SageMakerTrainer, and with SageMakerCLI."""
+    """Train with SageMakerTrainer, then with SageMakerCLI."""
     folder = Path(sys.argv.pop(1))
     quiet = {"max_epochs": 1, "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     job = SageMakerJob.from_environment()

@@ -1,5 +1,5 @@
-# A user's script: it trains for two epochs, and tells where its classes are from.
-# IMPORTS has the order of its imports, and MODEL the distribution of Lightning that the model is from.
+# A user's script that trains for two epochs and prints the packages of its classes. IMPORTS sets the order of imports,
+# and MODEL the Lightning distribution that the model comes from.
 import importlib
 import os
 
@@ -39,7 +39,7 @@ class Model(pl.LightningModule):
         self.log("val_acc", correct.float().mean(), sync_dist=True)
 
     def on_fit_start(self):
-        # What a user may do on every host.
+        # Users may write files on every host.
         with open(os.path.join(self.trainer.default_root_dir, "seen.txt"), "w") as file:
             file.write(self.trainer.datamodule.data_dir)
 
@@ -50,6 +50,6 @@ class Model(pl.LightningModule):
 if __name__ == "__main__":
     cli = SageMakerCLI(Model, Points, trainer_defaults={"max_epochs": 2, "enable_model_summary": False})
     parts = [SageMakerCLI, SageMakerEnvironment, type(cli.trainer), *map(type, cli.trainer.callbacks)]
-    # Of each, the module of the nearest class that is not ours; a Trainer is none of ours.
+    # For each class, find the package of its nearest base class outside lightning_sm.
     modules = [[base.__module__.partition(".")[0] for base in part.__mro__] for part in parts]
     print("derived from:", *sorted({next(name for name in names if name != "lightning_sm") for names in modules}))

@@ -1,4 +1,4 @@
-"""Trains and tests on data hosts in two ranks of this machine; every rank writes what it saw to a file."""
+"""Train and test on data hosts with two ranks on this machine. Each rank writes the samples that it saw to a file."""
 
 import json
 import os
@@ -18,8 +18,8 @@ class Augmented(Dataset):
     """Numbers with noise.
 
     Args:
-        length: How many.
-        deadly: A file; who first reads sample 50 makes it and kills its data host.
+        length: Number of samples.
+        deadly: A file; the first worker to read sample 50 creates it and kills its data host.
     """
 
     def __init__(self, length, deadly=None):
@@ -36,7 +36,7 @@ class Augmented(Dataset):
 
 
 class Data(LightningDataModule):
-    """Shuffled training data, and data in order."""
+    """Shuffled training data, and ordered validation and test data."""
 
     def __init__(self, deadly: Path | None = None):
         super().__init__()
@@ -52,7 +52,7 @@ class Data(LightningDataModule):
 
 
 class Model(LightningModule):
-    """Notes index and noise of every sample, by stage and epoch, step by step."""
+    """Records index and noise of every sample by stage, epoch and step."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ def main():
     trainer.fit(model, datamodule=data)
     trainer.test(model, datamodule=data, verbose=False)
     model.write()
-    # As the CLI does: a Gloo thread that outlives the interpreter aborts the process.
+    # As the CLI does, because a Gloo thread that outlives the interpreter aborts the process.
     torch.distributed.destroy_process_group()
 
 

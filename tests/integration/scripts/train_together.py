@@ -1,4 +1,4 @@
-# Trains on all ranks with what an epoch collects: gradients of several batches, and a curriculum of random numbers.
+# Trains on all ranks with state that builds up within an epoch: gradients of several batches, and a random curriculum.
 # Rank n writes the sum of the weights to NOTES/<n>.txt. The batch TOLD_IN ("epoch batch_idx") waits until a rank has
 # been told to stop.
 import os

@@ -1,4 +1,4 @@
-"""A user's training script with SageMakerCLI; every rank writes the arguments that reached the model."""
+"""A user's training script with SageMakerCLI. Each rank writes the arguments that reached the model."""
 
 import json
 import os
@@ -11,11 +11,11 @@ from lightning_sm import SageMakerCLI
 
 
 class Tiny(LightningModule):
-    """A model with arguments that the toolkit's own command line would mangle.
+    """A model with arguments that the toolkit's command line would mangle.
 
     Args:
         schedule: A dict.
-        note: Something that may be None.
+        note: A text or None.
         nesterov: A bool.
         rate: A float.
     """

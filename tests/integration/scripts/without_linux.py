@@ -1,4 +1,4 @@
-# What a user does on a Mac, in one process: import everything, train off SageMaker, and try what needs Linux.
+# A user's actions on a Mac in one process: import everything, train off SageMaker, and try features that need Linux.
 import importlib
 import json
 import pkgutil
@@ -41,7 +41,7 @@ class Model(LightningModule):
 
 
 def import_everything():
-    """Import every module; return what is missing: packages that are needed only where jobs are submitted."""
+    """Import every module, and return the missing packages, which must be needed only where jobs are submitted."""
     names = [module.name for module in pkgutil.walk_packages(lightning_sm.__path__, "lightning_sm.")]
     return [missing for name in names if (missing := missing_for(name)) is not None]
 

@@ -1,4 +1,4 @@
-"""What is looked at in the account before a job is sent, on a service on this machine. Nothing is ever sent to AWS."""
+"""Checks of the account before a job is sent, with a fake service on this machine. Nothing is ever sent to AWS."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUOTAS = {
 
 
 def job(**changed):
-    """A job for which this account has all that it needs."""
+    """A job for which this account has everything."""
     keys = {
         "image": "111122223333.dkr.ecr.us-east-1.amazonaws.com/lightning-sm:1",
         "role": "arn:aws:iam::111122223333:role/training",
@@ -44,7 +44,7 @@ def job(**changed):
 
 @pytest.fixture
 def service(monkeypatch):
-    """An account whose owner may look at everything."""
+    """An account whose user may inspect everything."""
     with FakeService(role=TRUST, images=["1"], quotas=dict(QUOTAS)) as service:
         for name, value in service.environment.items():
             monkeypatch.setenv(name, value)
@@ -52,13 +52,13 @@ def service(monkeypatch):
 
 
 def check(the_job):
-    """Look, and return the problems by key, and the warnings."""
+    """Check the account; return the problems by key, and the warnings."""
     findings = check_account(Clients(new_session()), the_job, "us-east-1")
     return {problem.key: problem.text for problem in findings.problems}, findings.warnings
 
 
 def test_an_account_that_has_everything_is_not_spoken_of(service):
-    """Nothing is changed either: no object is written, and nothing is created."""
+    """A complete account causes no message, and the checks write and create nothing."""
     assert check(job()) == ({}, [])
     assert {line.split()[0] for line in service.seen} == {"POST", "HEAD"}
     assert set(service.operations) == {"DescribeImages", "ListServiceQuotas"}
@@ -83,7 +83,7 @@ def test_an_account_that_has_everything_is_not_spoken_of(service):
     ],
 )
 def test_what_would_make_the_job_fail_is_a_problem(service, changed, key, words):
-    """With the key that has to change."""
+    """Each problem names the key to change."""
     service.buckets["/abroad"] = "eu-west-1"
     problems, _ = check(job(**changed))
     assert list(problems) == [key]
@@ -91,7 +91,7 @@ def test_what_would_make_the_job_fail_is_a_problem(service, changed, key, words)
 
 
 def test_a_role_that_does_not_trust_the_service_is_a_problem(service):
-    """One for another service."""
+    """A role that only another service can assume is a problem."""
     service.role = {"Statement": [TRUST["Statement"] | {"Principal": {"Service": "ec2.amazonaws.com"}}]}
     problems, _ = check(job())
     assert "does not let sagemaker.amazonaws.com assume it" in problems["role"]
@@ -100,7 +100,7 @@ def test_a_role_that_does_not_trust_the_service_is_a_problem(service):
 
 
 def test_what_may_not_be_looked_at_is_a_warning(service):
-    """Each with the permission that is missing; the job may have it."""
+    """A check without permission causes a warning that names the permission: the job's role may have it."""
     service.role = service.images = service.quotas = None
     service.foreign.append("/bucket")
     problems, warnings = check(job())
@@ -117,7 +117,7 @@ def test_what_may_not_be_looked_at_is_a_warning(service):
 
 
 def test_what_only_may_fail_is_a_warning(service):
-    """Output in another region, and a quota that the account has no value for."""
+    """Output in another region, and a quota without a value in the account, cause warnings."""
     service.buckets["/abroad"] = "eu-west-1"
     del service.quotas["ml.c5.xlarge for training job usage"]
     problems, warnings = check(job(output="s3://abroad/output"))
@@ -127,9 +127,9 @@ def test_what_only_may_fail_is_a_warning(service):
 
 
 def test_an_account_that_cannot_be_reached_is_a_warning(service, monkeypatch):
-    """Its services may be out of reach from here, and the one that takes the job not."""
+    """Services that cannot be reached from here cause warnings: the one that accepts the job may be reachable."""
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # it does not listen, and nobody else can
+        closed.bind(("127.0.0.1", 0))  # bound, but not listening: connections are refused
         for name in ("STS", "IAM", "ECR", "SERVICE_QUOTAS"):
             monkeypatch.setenv(f"AWS_ENDPOINT_URL_{name}", f"http://127.0.0.1:{closed.getsockname()[1]}")
         problems, warnings = check(job())
@@ -139,7 +139,7 @@ def test_an_account_that_cannot_be_reached_is_a_warning(service, monkeypatch):
 
 
 def test_a_session_that_is_over_ends_it(service, monkeypatch, tmp_path):
-    """That of IAM Identity Center, for example: the answer says what renews it."""
+    """An expired session, such as one of IAM Identity Center, ends the checks and names the command that renews it."""
     (tmp_path / "config").write_text(
         "[profile sso]\nsso_start_url = https://example.com\nsso_region = us-east-1\nsso_account_id = 111122223333\n"
         "sso_role_name = role\nregion = us-east-1\n"
@@ -155,7 +155,7 @@ def test_a_session_that_is_over_ends_it(service, monkeypatch, tmp_path):
 
 
 def test_credentials_that_aws_does_not_accept_end_it(service):
-    """They are the first thing that is asked about."""
+    """Rejected credentials end the checks before any other call."""
     service.has_valid_key = False
     with pytest.raises(AWSError, match="does not accept your credentials"):
         check(job())

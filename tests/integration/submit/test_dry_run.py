@@ -30,7 +30,7 @@ def _session(monkeypatch):
 
 
 def test_each_target_gets_the_same_training_job(capsys):
-    """As a request of its own, or as the definition of a tuning job; secrets are hidden."""
+    """A plain request and a tuning job's definition describe the same training job; secrets are hidden."""
     plain = submit.dry_run(JOB)
     assert plain["Environment"] == {"HF_TOKEN": "(hidden)", "LIGHTNING_SM_JOB_SECRET": "(hidden)"}
     assert plain["HyperParameters"] == {"lr": "0.1", "text": '"a b"', "api_key": "(hidden)"}
@@ -45,7 +45,7 @@ def test_each_target_gets_the_same_training_job(capsys):
 
 
 def test_a_secret_is_a_problem(capsys):
-    """It is neither sent nor quoted, and the message says where it belongs."""
+    """A secret is neither sent nor quoted, and the message says where to keep it."""
     with pytest.raises(SubmitError) as caught:
         submit.dry_run(replace(JOB, not_secret=["api_key"]))
     assert str(caught.value).startswith("1 problem; nothing was sent:\nenvironment.HF_TOKEN looks like a secret.")

@@ -1,4 +1,4 @@
-"""``build`` of a job file, with a stand-in for Docker's client, and a service on this machine."""
+"""``build`` in a job file, with fakes of Docker's client and of the service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ role: arn:aws:iam::111122223333:role/training
 groups: {{trainer: {{instance_type: ml.g5.xlarge}}}}
 output: s3://bucket/output
 """
-# Once an image was pushed, Docker knows its digest in that repository.
+# After a push, Docker knows the image's digest in that repository.
 _CLIENT = """#!/bin/sh
 echo "$@" >> "$CALLS"
 case "$1" in
@@ -34,7 +34,7 @@ esac
 
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
-    """The file in which the stand-in writes its arguments, and what it reads."""
+    """The file to which the fake client appends its arguments and its input."""
     monkeypatch.setenv("REPOSITORY", REPOSITORY)
     monkeypatch.setenv("DIGEST", DIGEST)
     return docker_client.install(_CLIENT, tmp_path, monkeypatch)
@@ -42,7 +42,7 @@ def calls(tmp_path, monkeypatch):
 
 @pytest.fixture
 def submit(tmp_path, monkeypatch, calls):
-    """Submits the job, and returns the calls of Docker since the last time."""
+    """A function that submits the job and returns the Docker calls that this made."""
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "Dockerfile").write_text("FROM scratch\n")
@@ -59,7 +59,7 @@ def submit(tmp_path, monkeypatch, calls):
 
 
 def test_the_image_is_built_and_pushed_and_named_by_its_digest(submit, tmp_path):
-    """A new one into a new repository, with a password that no command line shows; the same one is not pushed again."""
+    """A new image goes to a new repository, with the password on stdin; an unchanged image is not pushed again."""
     inspect = f"image inspect --format {{{{json .RepoDigests}}}} {REPOSITORY}:v1"
     build = f"build --platform linux/amd64 --tag {REPOSITORY}:v1 {tmp_path / 'code'}"
     with FakeService(images=[], repositories=[]) as service:
@@ -69,7 +69,7 @@ def test_the_image_is_built_and_pushed_and_named_by_its_digest(submit, tmp_path)
         assert submit(service) == pushed
         assert service.repositories == ["team/digits"]
         assert submit(service) == [build, inspect]
-        service.images.clear()  # as by a rule that expires images: what Docker remembers does not count
+        service.images.clear()  # as an expiry rule would: Docker's memory of the push does not count
         with pytest.raises(ContainerError, match=r"has pushed .*, but .* has no image of its digest"):
             submit(service)
     images = [request["AlgorithmSpecification"]["TrainingImage"] for request in service.requests]
@@ -78,7 +78,7 @@ def test_the_image_is_built_and_pushed_and_named_by_its_digest(submit, tmp_path)
 
 @pytest.mark.parametrize("step", ["build", "push"])
 def test_a_failure_of_docker_ends_the_submission(submit, monkeypatch, step):
-    """Nothing is submitted."""
+    """Nothing is submitted if Docker fails to build or push the image."""
     monkeypatch.setenv(f"{step.upper()}_CODE", "3")
     with FakeService(images=[], repositories=[]) as service:
         with pytest.raises(ContainerError, match=f"docker {step} failed with exit code 3; its output says why"):
@@ -87,13 +87,13 @@ def test_a_failure_of_docker_ends_the_submission(submit, monkeypatch, step):
 
 
 def test_a_build_for_this_machine_is_of_its_kind(calls):
-    """For --local, which starts the image here."""
+    """--local, which starts the image here, builds it for this machine's platform."""
     build_image("digits", ".", None, for_service=False)
     assert calls.read_text() == "build --tag digits .\n"
 
 
 def test_the_dockerfile_may_lie_elsewhere(submit, calls, tmp_path):
-    """Relative to the job file, as the folder is; the folder then needs none."""
+    """``dockerfile`` is relative to the job file, as ``build`` is, and the build folder then needs no Dockerfile."""
     folder = tmp_path / "code"
     (folder / "docker").mkdir()
     (folder / "Dockerfile").rename(folder / "docker" / "train.Dockerfile")
@@ -118,7 +118,7 @@ def test_the_dockerfile_may_lie_elsewhere(submit, calls, tmp_path):
     ],
 )
 def test_what_cannot_be_built_is_a_problem(submit, tmp_path, old, new, words):
-    """Before anything is built."""
+    """A missing Dockerfile is reported before anything is built."""
     file = tmp_path / "code" / "job.yaml"
     file.write_text(JOB.replace(old, new))
     with FakeService() as service, pytest.raises(SubmitError, match=words):

@@ -1,4 +1,4 @@
-"""What lightning-sm submit leaves in the folder where it waited, on a service on this machine."""
+"""The report that ``lightning-sm submit`` writes to the working directory, with a fake service on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAILED = {
 
 
 def test_the_report_of_the_job_is_written_here_and_its_exit_code_stays(tmp_path, monkeypatch, caplog):
-    """Also of a job that failed, with prices of the job file and of AWS's list; a missing report changes nothing."""
+    """A failed job's report has prices from the job file and from AWS's list; a missing record changes nothing."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lightning_sm.submit.submit.new_job_name", lambda _: "job")
     (tmp_path / "job.yaml").write_text(JOB)

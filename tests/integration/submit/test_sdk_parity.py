@@ -1,4 +1,4 @@
-"""What stock SDK v2 sends for the same job: the image must find code and settings wherever a job comes from."""
+"""The request of stock SDK v2 for the same job: the image must find code and settings whichever client sends it."""
 
 import io
 import json
@@ -71,12 +71,12 @@ Estimator(
     disable_profiler=True,
 ).fit(inputs, wait=False)
 """
-# Only sagemaker-training reads them, and has a default for each.
+# Only sagemaker-training reads these, and it has a default for each.
 TOOLKIT_ONLY = {"sagemaker_container_log_level", "sagemaker_job_name", "sagemaker_region"}
 
 
 def sent(command, folder, variables, text=""):
-    """The request that a command sends, and its upload, without what differs from job to job: name and secret."""
+    """Return a command's request and upload, without the parts that differ between jobs: name and secret."""
     kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS", "SAGEMAKER"))}
     with FakeService(endings=[COMPLETED]) as service:
         env = {**kept, **service.environment, **variables, "PYTHONPATH": str(ROOT)}
@@ -109,7 +109,7 @@ def sent(command, folder, variables, text=""):
     ],
 )
 def test_the_service_gets_what_the_stock_estimator_sends(tmp_path, sdk2_python, changes):
-    """The same request, code at the same place in S3, with the same files."""
+    """The requests are equal, and the code is at the same place in S3, with the same files."""
     source = tmp_path / "src"
     (source / "package" / "empty").mkdir(parents=True)
     (source / "package" / "go.py").write_text("print(1)")

@@ -1,4 +1,4 @@
-"""lightning-sm submit against a service on this machine. Nothing is ever sent to AWS."""
+"""``lightning-sm submit`` against a fake service on this machine. Nothing is ever sent to AWS."""
 
 import io
 import json
@@ -69,7 +69,7 @@ JOB = {
         ],
     },
 }
-# What the request of the job is to be.
+# The request that the job must produce.
 REQUEST = {
     "AlgorithmSpecification": {
         "TrainingInputMode": "File",
@@ -148,14 +148,14 @@ COMPLETED = {"TrainingJobStatus": "Completed", "SecondaryStatus": "Completed"}
 
 @pytest.fixture
 def service():
-    """AWS, on this machine."""
+    """A fake AWS on this machine."""
     with FakeService() as fake:
         yield fake
 
 
 @pytest.fixture
 def submit(service, tmp_path):
-    """Runs the command on a job, in a process of its own."""
+    """A function that runs the command on a job, in a separate process."""
 
     def run(job, *options, environment=None, **settings):
         path = tmp_path / "job.yaml"
@@ -176,7 +176,7 @@ def plain(request):
 
 
 def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
-    """Every key of the file arrives where the service looks for it, without credentials; only secrets are hidden."""
+    """Every key of the job file reaches the request, even without credentials; only secrets are hidden."""
     environment = {name: value for name, value in service.environment.items() if "ACCESS_KEY" not in name}
     job = {
         **JOB,
@@ -205,7 +205,7 @@ def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
 
 
 def test_a_dry_run_looks_at_the_account(submit, service):
-    """With credentials, it reports the problems of a submission, also by prices from AWS's list; nothing changes."""
+    """With credentials, a dry run reports a submission's problems, with AWS's list prices, and changes nothing."""
     service.images = ["1"]
     ended = submit(JOB, "--dry-run")
     assert ended.returncode == 2
@@ -222,7 +222,7 @@ def test_a_dry_run_looks_at_the_account(submit, service):
 
 
 def test_a_dry_run_outlives_credentials_that_are_not_accepted(submit, service):
-    """They are no part of the job; to submit it, they have to be renewed."""
+    """Rejected credentials cause only a warning, because the job does not contain them."""
     service.has_valid_key = False
     ended = submit(JOB, "--dry-run")
     assert ended.returncode == 0, ended.stderr
@@ -231,7 +231,7 @@ def test_a_dry_run_outlives_credentials_that_are_not_accepted(submit, service):
 
 
 def test_without_another_region_a_job_has_that_of_its_image(submit, service):
-    """SageMaker takes images of its own region only."""
+    """Without a configured region, a job runs in its image's region, the only one that SageMaker allows."""
     environment = {name: value for name, value in service.environment.items() if name != "AWS_DEFAULT_REGION"}
     for mode in ("--dry-run", "--no-wait"):
         ended = submit(JOB, mode, "--yes", environment=environment)
@@ -243,7 +243,7 @@ def test_without_another_region_a_job_has_that_of_its_image(submit, service):
 
 
 def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
-    """The job is sent once, with a secret that nothing shows, and watched until it ends; nothing else is sent."""
+    """The job is sent once, with a secret that is never shown, and watched until it ends; nothing else is sent."""
     service.endings, service.lines = [COMPLETED], None
     ended = submit(JOB, "--yes")
     assert ended.returncode == 0, ended.stderr
@@ -263,7 +263,7 @@ def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
     ("answer", "options", "is_sent"), [("y\n", [], True), ("\n", [], False), ("\n", ["--yes"], True)]
 )
 def test_a_terminal_is_asked_with_what_the_job_can_cost(submit, service, answer, options, is_sent):
-    """Nothing is sent without a yes, which --yes gives beforehand; the price of a host is the user's."""
+    """Nothing is sent without a yes or --yes; the question shows the cost at the user's prices."""
     job = {**JOB, "prices": {"ml.g5.xlarge": 1.5, "data": 0.5}, "max_cost": 4}
     terminal, keyboard = os.openpty()
     with os.fdopen(terminal, "w") as typed, os.fdopen(keyboard) as stdin:
@@ -277,7 +277,7 @@ def test_a_terminal_is_asked_with_what_the_job_can_cost(submit, service, answer,
 
 
 def test_a_script_must_say_yes(submit, service):
-    """Without a terminal, and without --yes, the answer is what the job can cost; nothing is sent."""
+    """Without a terminal and without --yes, the command prints what the job can cost and sends nothing."""
     ended = submit({**JOB, "prices": {"ml.g5.xlarge": 1.5, "data": 0.5}})
     assert ended.returncode == 2
     assert "The job can cost $3.50 (" in ended.stderr
@@ -286,7 +286,7 @@ def test_a_script_must_say_yes(submit, service):
 
 
 def test_prices_that_the_job_file_lacks_come_from_the_price_list(submit, service):
-    """For the question, and for the limit of the cost, whether a terminal is asked or not."""
+    """AWS's list supplies missing prices for the question and for max_cost, with or without a terminal."""
     service.prices = {"ml.g5.xlarge": 1.5, "ml.c6i.4xlarge": 0.75}
     ended = submit({**JOB, "max_cost": 3.8}, "--yes", "--no-wait")
     assert ended.returncode == 0, ended.stderr
@@ -302,7 +302,7 @@ def test_prices_that_the_job_file_lacks_come_from_the_price_list(submit, service
 
 
 def test_a_job_over_its_cost_limit_is_refused_by_a_dry_run(submit, service):
-    """With the line of the key."""
+    """A dry run names the line of max_cost and sends nothing."""
     ended = submit({**JOB, "prices": {"ml.g5.xlarge": 1.5, "data": 0.5}, "max_cost": 3}, "--dry-run")
     assert ended.returncode == 2
     assert re.search(r"job\.yaml:\d+: max_cost is 3, but the job can cost \$3\.50", ended.stderr), ended.stderr
@@ -311,7 +311,7 @@ def test_a_job_over_its_cost_limit_is_refused_by_a_dry_run(submit, service):
 
 @pytest.mark.proof  # the rule has unit tests
 def test_no_capacity_is_tried_again(submit, service):
-    """Once as the reason of a job, under another name; the exit code is that of the last one."""
+    """After a CapacityError, the job is submitted again under another name, and the last try's exit code counts."""
     service.endings = [{"TrainingJobStatus": "Failed", "FailureReason": "CapacityError: none left"}, COMPLETED]
     ended = submit(JOB, "--yes")
     assert ended.returncode == 0, ended.stderr
@@ -320,7 +320,7 @@ def test_no_capacity_is_tried_again(submit, service):
 
 
 def test_a_failed_job_is_a_failed_command(submit, service):
-    """With the job's reason and its exit code, and without another try."""
+    """If the job fails, the command reports its reason, exits with its code, and does not try again."""
     service.endings = [{"TrainingJobStatus": "Failed", "FailureReason": "AlgorithmError: nan, exit code: 3"}]
     service.lines = None
     ended = submit(JOB, "--yes")
@@ -329,9 +329,9 @@ def test_a_failed_job_is_a_failed_command(submit, service):
     assert len(service.requests) == 1
 
 
-@pytest.mark.proof  # following has tests of its own
+@pytest.mark.proof  # following a job has separate tests
 def test_the_log_of_the_job_is_all_that_is_written_to_stdout(submit, service):
-    """What happens to the job is on stderr."""
+    """Only the job's log goes to stdout; messages about the job go to stderr."""
     service.endings = [COMPLETED]
     service.lines = ["epoch=1/2", "epoch=2/2"]
     ended = submit(JOB, "--yes")
@@ -340,9 +340,9 @@ def test_the_log_of_the_job_is_all_that_is_written_to_stdout(submit, service):
     assert lines == ["algo-1 | epoch=1/2", "algo-1 | epoch=2/2"]
 
 
-@pytest.mark.proof  # in make test, test_dry_run.py stands for tuning jobs
+@pytest.mark.proof  # in make test, test_dry_run.py covers tuning jobs
 def test_a_tuning_job_is_made_of_the_same_request(submit, service, tmp_path):
-    """The code is uploaded, and what a tuning job cannot have is left out with a warning."""
+    """The code is uploaded, and settings that a tuning job cannot have are dropped with a warning."""
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "go.py").write_text("print(1)")
     ranges = {"lr": {"min": 0.001, "max": 0.1}, "optimizer": {"values": ["adam", "sgd"]}}
@@ -366,7 +366,7 @@ def test_a_tuning_job_is_made_of_the_same_request(submit, service, tmp_path):
 
 @pytest.mark.proof
 def test_a_missing_folder_is_no_traceback(submit, service):
-    """What the rules say of it is said, and not what the SDK stumbles over."""
+    """The pre-flight rules report a missing folder before the SDK trips over it."""
     ended = submit({**JOB, "source_dir": "nope"}, "--dry-run")
     assert ended.returncode == 2
     assert "nope', which is not a directory" in ended.stderr
@@ -376,7 +376,7 @@ def test_a_missing_folder_is_no_traceback(submit, service):
 
 @pytest.mark.proof
 def test_a_dry_run_does_not_read_the_code(submit, service, tmp_path):
-    """A file of a size that would be uploaded in parts is no obstacle."""
+    """A dry run accepts a file so large that it would be uploaded in parts."""
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "go.py").touch()
     with (tmp_path / "src" / "weights").open("wb") as file:
@@ -391,7 +391,7 @@ def test_a_dry_run_does_not_read_the_code(submit, service, tmp_path):
 
 @pytest.mark.proof
 def test_a_refusal_is_no_traceback(submit, service):
-    """What the service says is passed on, after as many tries as make sense."""
+    """The service's error is reported without a traceback, after as many tries as make sense."""
     service.refusals = ["ResourceLimitExceeded", "ValidationException"]
     ended = submit(JOB, "--yes")
     assert ended.returncode == 2
@@ -402,7 +402,7 @@ def test_a_refusal_is_no_traceback(submit, service):
 
 @pytest.mark.proof
 def test_without_waiting_the_command_returns_at_once(submit, service):
-    """Once the service has accepted the job."""
+    """--no-wait returns as soon as the service has accepted the job."""
     service.endings = [{"TrainingJobStatus": "InProgress", "SecondaryStatus": "Starting"}]
     ended = submit(JOB, "--yes", "--no-wait")
     assert ended.returncode == 0, ended.stderr
@@ -410,7 +410,7 @@ def test_without_waiting_the_command_returns_at_once(submit, service):
 
 
 def test_a_job_with_problems_is_not_sent(submit, service):
-    """First those of the rules are said, then those of the service's model, all at once."""
+    """All problems are reported at once: those found by the rules, or else those found by the service's model."""
     ended = submit({**JOB, "name": "a_b", "role": None}, "--yes", "--groups.trainer.instance_type=ml.g5.xlarg")
     job = {**JOB, "environment": {"a-b": "x" * 513}, "request": {"ResourceConfig": {"KeepAlivePeriodInSeconds": 30000}}}
     limited = submit(job, "--yes")
@@ -426,7 +426,7 @@ def test_a_job_with_problems_is_not_sent(submit, service):
 
 
 def test_own_code_is_uploaded_and_started_by_the_image(submit, service, tmp_path):
-    """As an archive beside the output; the launcher is told where it is and what to start."""
+    """The code is uploaded as an archive beside the output; the request has its address and the script's name."""
     (tmp_path / "src" / "package").mkdir(parents=True)
     (tmp_path / "src" / "package" / "go.py").write_text("print(1)")
     job = {**JOB, "source_dir": "src", "script": "package/go.py", "request": WITH_NETWORK}
@@ -443,7 +443,7 @@ def test_own_code_is_uploaded_and_started_by_the_image(submit, service, tmp_path
 
 
 def test_the_host_runs_what_was_submitted(submit, service, tmp_path):
-    """The launcher finds the archive by the request alone, and the script has its options."""
+    """The launcher finds the archive from the request alone, and passes the script its options."""
     source = tmp_path / "src"
     (source / "package").mkdir(parents=True)
     (source / "package" / "go.py").write_text("import sys, helper\nprint(helper.NAME, sys.argv[1:])")
@@ -466,7 +466,7 @@ def test_the_host_runs_what_was_submitted(submit, service, tmp_path):
 
 @pytest.mark.proof  # the parts have unit tests
 def test_without_an_output_the_bucket_of_the_account_is_used(submit, service):
-    """It is created for the first job, and there for the second."""
+    """The default bucket is created for the first job and reused for the second."""
     service.endings = [COMPLETED, COMPLETED]
     job = {name: value for name, value in JOB.items() if name != "output"}
     bucket = "sagemaker-us-east-1-111122223333"
@@ -479,7 +479,7 @@ def test_without_an_output_the_bucket_of_the_account_is_used(submit, service):
 
 
 def test_a_lost_answer_does_not_make_a_second_job(submit, service):
-    """The request is not repeated; the command says that the job may run, and how to find and stop it."""
+    """The request is not repeated; the command warns that the job may run, and how to find and stop it."""
     service.endings = [COMPLETED]
     service.lost = 1
     ended = submit(JOB, "--yes")
@@ -489,7 +489,7 @@ def test_a_lost_answer_does_not_make_a_second_job(submit, service):
     assert f"lightning-sm jobs logs {request['TrainingJobName']}" in ended.stderr
 
 
-@pytest.mark.matrix(first=1)  # each has unit tests
+@pytest.mark.matrix(first=1)  # each row has unit tests
 @pytest.mark.parametrize(
     ("variables", "mode", "words"),
     [
@@ -498,7 +498,7 @@ def test_a_lost_answer_does_not_make_a_second_job(submit, service):
     ],
 )
 def test_what_is_missing_on_this_machine_is_said(submit, service, variables, mode, words):
-    """Credentials, or a part of them; with what to do."""
+    """Missing or partial credentials are reported with a remedy."""
     environment = {name: value for name, value in service.environment.items() if name not in variables}
     ended = submit(JOB, mode, environment=environment)
     assert ended.returncode == 2
@@ -510,7 +510,7 @@ def test_what_is_missing_on_this_machine_is_said(submit, service, variables, mod
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("options", [["--local", "--dry-run"], ["--dry-run", "--nonsense=1"]])
 def test_a_wrong_command_line_says_how_it_goes(submit, service, options):
-    """At most one thing to do other than to submit, and no unknown option."""
+    """Conflicting modes and unknown options are answered with the usage line."""
     ended = submit(JOB, *options)
     assert ended.returncode == 2
     assert "lightning-sm submit JOB.yaml [--dry-run | --local]" in ended.stderr
@@ -518,7 +518,7 @@ def test_a_wrong_command_line_says_how_it_goes(submit, service, options):
 
 
 def test_help_names_every_key(submit):
-    """The job file is documented by the command itself."""
+    """The command's help documents every key of the job file."""
     ended = submit(JOB, "--help")
     assert ended.returncode == 0
     for key in JOB:
@@ -528,7 +528,7 @@ def test_help_names_every_key(submit):
 
 @pytest.mark.parametrize("mode", ["--dry-run", "--yes"])
 def test_submitting_needs_neither_torch_nor_the_sdk(service, tmp_path, mode):
-    """All of it, with code and a log, in a process that has neither, nor Lightning and gRPC."""
+    """Submitting, with code and a log, works without torch, Lightning, gRPC and the SDK."""
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "go.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()")
     (tmp_path / "job.yaml").write_text(
@@ -556,7 +556,7 @@ def test_submitting_needs_neither_torch_nor_the_sdk(service, tmp_path, mode):
 
 
 def test_the_launcher_loads_nothing_of_this():
-    """Hosts start without the SDK's libraries."""
+    """The launcher does not import the SDK's libraries."""
     code = "import sys, lightning_sm.__main__; print({'boto3', 'jsonargparse', 'sagemaker'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"

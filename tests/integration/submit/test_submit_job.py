@@ -1,4 +1,4 @@
-"""submit_job, the command's work as a function."""
+"""``submit_job``, the submit command as a function."""
 
 import json
 import os
@@ -30,7 +30,7 @@ print(json.dumps([answer["TrainingJobName"], answer.get("TrainingJobStatus"), "t
 
 @pytest.mark.parametrize("waiting", ["wait", "at once"])
 def test_a_job_is_submitted_from_python(tmp_path, waiting):
-    """Values of any type replace those of the file; the answer has the name, and after the wait how the job ended."""
+    """Overrides of any type replace values of the job file; the answer has the name and, after waiting, the status."""
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB, sort_keys=False))
     kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS", "SAGEMAKER"))}
     with FakeService() as service:
@@ -51,7 +51,7 @@ def test_a_job_is_submitted_from_python(tmp_path, waiting):
 
 
 def test_without_boto3_the_error_says_how_to_install_it(tmp_path):
-    """What is missing, and how to install it, is the whole message."""
+    """The last line of the error names the missing package and the command that installs it."""
     code = "import sys; sys.modules['boto3'] = None; import lightning_sm; lightning_sm.submit_job('job.yaml')"
     command = [sys.executable, "-c", code]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

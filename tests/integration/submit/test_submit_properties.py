@@ -1,4 +1,4 @@
-"""Pre-flight against botocore's own validation, for any job."""
+"""Pre-flight checks against botocore's validation, for any job."""
 
 import boto3
 import pytest
@@ -26,7 +26,7 @@ REQUESTED = st.sampled_from(["Subnets", "SecurityGroupIds", "MlflowResourceArn",
 
 
 def mappings(values, max_size=3):
-    """Some names with values, and at times too many of them."""
+    """Generate a few names with values, and sometimes too many."""
     few = st.dictionaries(TEXTS, values, max_size=max_size)
     return st.one_of(few, values.map(lambda value: {f"k{index}": value for index in range(130)}))
 
@@ -64,7 +64,7 @@ JOBS = st.builds(
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """One session for all jobs."""
+    """Use one session for all jobs."""
     session = boto3.Session(region_name="us-east-1")
     monkeypatch.setattr(submit, "new_session", lambda *_, **__: session)
 
@@ -73,7 +73,7 @@ def _quick(monkeypatch):
 @given(JOBS)
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_a_job_is_refused_with_reasons_or_fits_the_service(job):
-    """Nothing else comes of any job: no other exception, and no request that botocore refuses."""
+    """Every job is refused with SubmitError or accepted by botocore; no other exception is raised."""
     try:
         request = submit.dry_run(job)
     except SubmitError:
@@ -110,6 +110,6 @@ def test_a_job_is_refused_with_reasons_or_fits_the_service(job):
 )
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 def test_a_job_within_the_limits_is_not_refused(job):
-    """Pre-flight keeps nobody from what the service allows."""
+    """Pre-flight accepts every job that the service allows."""
     request = submit.dry_run(job)
     assert request["AlgorithmSpecification"]["TrainingImage"] == job.image

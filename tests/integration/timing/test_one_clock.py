@@ -1,4 +1,4 @@
-"""A training with data hosts has one wait for data: in the log, the data service, the record, and on the page."""
+"""Log, data service, record and report show the same wait for data in a training with data hosts."""
 
 import logging
 import re
@@ -22,7 +22,7 @@ from lightning_sm.training.callbacks.line_progress import LineProgress
 
 
 class Slow(Dataset):
-    """Takes a while for a sample."""
+    """A dataset with slow samples."""
 
     def __len__(self):
         return 20
@@ -43,7 +43,7 @@ class Data(LightningDataModule):
 
 
 class Model(LightningModule):
-    """Validates for longer than it trains."""
+    """A model whose validation is slower than its training."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class Model(LightningModule):
 
 @pytest.mark.processes
 def test_everybody_says_the_same_wait(tmp_path, caplog, monkeypatch):
-    """Validations within the epoch are part of nobody's steps."""
+    """All four agree on the wait, and none counts validations within the epoch as part of a step."""
     caplog.set_level(logging.INFO, "lightning_sm")
     monkeypatch.setattr(verdict, "_MIN_SECONDS", 0.0)
     groups = (InstanceGroup("trainer", ("algo-1",)),)

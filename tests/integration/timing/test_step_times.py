@@ -1,4 +1,4 @@
-"""StepTimes: the parts of steps that were made to take long, in trainings of every shape."""
+"""StepTimes finds the part of a step that was made slow, in trainings of every kind."""
 
 import csv
 import logging
@@ -22,12 +22,12 @@ LONG_S = 0.02
 
 
 def work():
-    """Take long."""
+    """Sleep for ``LONG_S``."""
     time.sleep(LONG_S)
 
 
 class Slow(torch.utils.data.Dataset):
-    """Takes long for a sample."""
+    """A dataset with slow samples."""
 
     def __init__(self, length=6):
         self._length = length
@@ -41,7 +41,7 @@ class Slow(torch.utils.data.Dataset):
 
 
 class SlowSGD(torch.optim.SGD):
-    """Takes long for a step."""
+    """An optimizer with slow steps."""
 
     def step(self, closure=None):
         loss = super().step(closure)
@@ -50,7 +50,7 @@ class SlowSGD(torch.optim.SGD):
 
 
 class SlowBackward(torch.autograd.Function):
-    """Takes long in the backward pass."""
+    """An identity function with a slow backward pass."""
 
     @staticmethod
     def forward(ctx, value):
@@ -63,7 +63,7 @@ class SlowBackward(torch.autograd.Function):
 
 
 class Model(LightningModule):
-    """Takes long where ``slow`` says."""
+    """A model that is slow in the part of a step that ``slow`` names."""
 
     optimizer = torch.optim.SGD
     slow = ""
@@ -95,7 +95,7 @@ class Model(LightningModule):
 
 
 class Manual(Model):
-    """Steps two optimizers itself."""
+    """A model that steps two optimizers itself."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ class Manual(Model):
 
 
 class Iterating(Model):
-    """Takes its batches from the loader itself."""
+    """A model that fetches its batches from the loader itself."""
 
     def training_step(self, dataloader_iter):
         batch, _, _ = next(dataloader_iter)
@@ -123,7 +123,7 @@ class Iterating(Model):
 
 
 class SeveralLoaders(Model):
-    """Takes a batch of each of two loaders in a step."""
+    """A model that uses a batch from each of two loaders in a step."""
 
     def training_step(self, batch, batch_idx):
         return self.line(batch["a"]).mean() + self.line(batch["b"]).mean()
@@ -131,7 +131,7 @@ class SeveralLoaders(Model):
 
 @pytest.fixture
 def fit(tmp_path, caplog):
-    """Train, and return what was measured."""
+    """Train and return the measured totals."""
     caplog.set_level(logging.INFO, "lightning_sm")
 
     def run(model, *loaders, job=None, fails=False, ckpt_path=None, **settings):
@@ -153,25 +153,25 @@ def fit(tmp_path, caplog):
 
 @pytest.fixture
 def job(tmp_path):
-    """A job whose record lies below its folder."""
+    """A job whose record is in a temporary folder."""
     groups = (InstanceGroup("trainer", ("algo-1",)),)
     return SageMakerJob("algo-1", ("algo-1",), groups, "test", base_dir=tmp_path, checkpoint_dir=tmp_path / "kept")
 
 
 def lines(job, kind):
-    """The lines of a kind in the record of rank 0."""
+    """Read the lines of one kind from rank 0's record."""
     path = events.record_folder(job) / "1" / "algo-1-rank-0.jsonl"
     return [line for line in events.read_lines(path.read_bytes()) if isinstance(line, kind)]
 
 
 def fast():
-    """A loader whose batches take no time."""
+    """Create a loader with fast batches."""
     return DataLoader(torch.ones(6, 2), 1)
 
 
 @pytest.mark.parametrize("part", ["to_device", "forward", "backward", "optimizer", "other", "data_wait"])
 def test_what_takes_long_is_found(fit, part):
-    """Five steps count, the first one does not; the part has the time, and no other one has."""
+    """The slow part has the most time over five steps; the first step is not timed."""
     model = Model()
     model.slow = part
     totals = fit(model, DataLoader(Slow(), 1) if part == "data_wait" else fast())
@@ -183,7 +183,7 @@ def test_what_takes_long_is_found(fit, part):
 
 @pytest.mark.parametrize("slow", ["backward", "optimizer"])
 def test_accumulated_gradients(fit, slow):
-    """Each batch is a step; the optimizer works in every third one."""
+    """Each batch is a step, but the optimizer steps only in every third."""
     model = Model()
     model.slow = slow
     totals = fit(model, fast(), accumulate_grad_batches=3)
@@ -192,27 +192,27 @@ def test_accumulated_gradients(fit, slow):
 
 
 def test_manual_optimization_with_two_optimizers(fit):
-    """Both forward passes and the slow optimizer's steps are told apart."""
+    """Both forward passes count as forward, and the slow optimizer's steps as optimizer."""
     totals = fit(Manual(), fast())
     assert totals.parts["forward"] >= 5 * 2 * LONG_S * 0.99
     assert totals.parts["optimizer"] >= 5 * LONG_S
 
 
 def test_a_training_step_that_fetches_its_batches(fit):
-    """Waiting within it is waiting for data; the rest is the forward pass."""
+    """Fetching a batch in training_step counts as waiting for data, and the rest as the forward pass."""
     totals = fit(Iterating(), DataLoader(Slow(), 1))
     assert totals.parts["data_wait"] >= 4 * LONG_S
     assert totals.parts["forward"] >= 4 * LONG_S
 
 
 def test_several_loaders(fit):
-    """The step waits for a batch of each."""
+    """The wait for data includes the wait for each loader."""
     totals = fit(SeveralLoaders(), {"a": DataLoader(Slow(), 1), "b": DataLoader(Slow(), 1)})
     assert totals.parts["data_wait"] >= 5 * 2 * LONG_S
 
 
 def test_a_validation_and_a_checkpoint_are_no_part_of_steps(fit, job):
-    """Both are spans of their own, and a checkpoint within a validation counts once."""
+    """Validations and checkpoints are separate spans, and a checkpoint within a validation counts once."""
 
     class Saves(Callback):
         def on_validation_end(self, trainer, pl_module):
@@ -234,7 +234,7 @@ def test_a_validation_and_a_checkpoint_are_no_part_of_steps(fit, job):
 
 
 def test_lines_of_the_record_sum_up(fit, job):
-    """All lines together have all steps, and their time."""
+    """The record's lines add up to all steps and their time."""
     totals = fit(Model(), DataLoader(Slow(80), 1), job=job)
     steps = lines(job, events.Steps)
     assert len(steps) >= 2
@@ -250,9 +250,9 @@ def test_lines_of_the_record_sum_up(fit, job):
 
 @pytest.mark.parametrize("steps", [4, 6, 9], ids=["within an epoch", "at its end", "within the next one"])
 def test_the_steps_of_a_run_that_was_resumed(fit, job, tmp_path, steps):
-    """Are those of the training, wherever it was saved; the first one after each start is in no mean.
+    """After a resume, steps are counted correctly wherever the checkpoint was saved.
 
-    Before, the first one after a start between two epochs was.
+    The first step after each start is never timed, even if the start is between two epochs, which was once wrong.
     """
 
     class SavesAndFails(Callback):
@@ -276,7 +276,7 @@ def test_the_steps_of_a_run_that_was_resumed(fit, job, tmp_path, steps):
 
 
 def test_loggers_get_the_parts_in_milliseconds(fit, tmp_path):
-    """Every so many batches, the means since the last time; the step is their sum."""
+    """Loggers get the mean time of each part every ``log_every_n_steps``, and their sum as the step time."""
     fit(Model(), DataLoader(Slow(), 1), logger=CSVLogger(tmp_path), log_every_n_steps=2)
     (path,) = tmp_path.rglob("metrics.csv")
     rows = [row for row in csv.DictReader(path.read_text().splitlines()) if row["time/step_ms"]]
@@ -289,7 +289,7 @@ def test_loggers_get_the_parts_in_milliseconds(fit, tmp_path):
 
 
 def test_the_record_of_a_run_that_fails_says_why(fit, job):
-    """With the steps before it."""
+    """The record of a failed run has the reason, and the steps before the failure."""
 
     class Fails(Model):
         def training_step(self, batch, batch_idx):
@@ -305,7 +305,7 @@ def test_the_record_of_a_run_that_fails_says_why(fit, job):
 
 
 def test_nothing_is_left_of_it_in_the_trainer(fit):
-    """The methods that it has replaced are Lightning's again, and optimizers have no hooks; also in a second fit."""
+    """After a fit, even a second one, Lightning's methods are restored and the optimizers have no hooks."""
     model = Model()
     for _ in range(2):
         totals = fit(model, fast())
@@ -333,5 +333,5 @@ def test_nothing_is_left_of_it_in_the_trainer(fit):
     ],
 )
 def test_samples_of_a_batch(batch, number):
-    """The length of its first tensor; nothing is guessed where there is none."""
+    """A batch's size is the length of its first tensor, or 0 if it has no tensor with a length."""
     assert _num_samples(batch) == number

@@ -1,4 +1,4 @@
-"""A job that is stopped while its script works on after ``fit``."""
+"""A job that is stopped while its script still runs after ``fit``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ time.sleep(60)
 @pytest.mark.matrix(rows=["fit and test"])
 @pytest.mark.parametrize("more", ["", "trainer.test(BoringModel())"], ids=["fit", "fit and test"])
 def test_the_first_signal_says_what_happens_and_the_second_ends_the_script(alone, work, more):
-    """There is nothing to save: the script continues until SIGTERM, and exits with 143, not by SIGKILL."""
+    """With nothing to save, the script continues until SIGTERM, and exits with 143, not by SIGKILL."""
     (work / "train.py").write_text(_SCRIPT.format(more=more))
     with started(alone, work, "train.py", LIGHTNING_SM_STOP_SCHEDULE="1,30") as running:
         running.wait_for("after")

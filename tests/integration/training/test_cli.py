@@ -1,4 +1,4 @@
-"""SageMakerCLI in a job: where the arguments come from, and what the cluster adds to them."""
+"""SageMakerCLI in a job: the sources of its arguments, and the settings that the cluster adds."""
 
 import pytest
 from pytorch_lightning import LightningDataModule
@@ -14,19 +14,19 @@ from tests.fakes.small_app import TWO_HOSTS, PairData, PassingData, RootData, Sm
 
 ROOT_DATA = f"{RootData.__module__}.{RootData.__qualname__}"
 FAST = ("--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false")
-# Three ways in which a script may leave the choice of classes to the configuration.
+# Three ways for a script to leave the choice of classes to the configuration.
 ANY_DATA = {"data": SmallData, "subclass_mode_data": True}
 NO_DATA = {"data": None}
 ANY_MODEL_AND_DATA = {"model": None, "data": None}
 
 
 def progress_bars(cli):
-    """Types of the progress bars of a trainer."""
+    """Return the types of the trainer's progress bars."""
     return [type(callback) for callback in cli.trainer.callbacks if "Progress" in type(callback).__name__]
 
 
 class TestArguments:
-    """Arguments come from the hyperparameters, the config channel and whoever called the CLI."""
+    """Arguments come from the hyperparameters, the config channel and the caller of the CLI."""
 
     @pytest.mark.parametrize(
         "args",
@@ -36,19 +36,19 @@ class TestArguments:
         ],
     )
     def test_arguments_given_by_the_script(self, host, args):
-        """A list or a dict from the script counts as the user's; the command line is not read."""
+        """Arguments that the script passes, as a list or a dict, count as the user's; the command line is not read."""
         cli = host.configure(channels=["training"], hyperparameters={"data.batch_size": "8"}).make(args=args)
         assert (cli.datamodule.batch_size, cli.trainer.max_epochs) == (2, 3)
         assert cli.datamodule.data_dir == str(host.channel("training"))
 
     def test_arguments_of_a_subcommand_given_as_a_dict(self, host):
-        """Subcommands may be given as a dict, too, and their values are the user's."""
+        """Arguments of a subcommand that the script passes as a dict count as the user's."""
         trainer = {"fast_dev_run": True, "enable_model_summary": False}
         args = {"subcommand": "fit", "fit": {"data": {"data_dir": "nowhere"}, "trainer": trainer}}
         assert host.configure(channels=["training"]).start(args=args).datamodule.data_dir == "nowhere"
 
     def test_the_toolkits_command_line_is_replaced(self, host):
-        """What the toolkit mangles is read from the file again, and the subcommand becomes fit."""
+        """Values that the toolkit mangles are reread from the hyperparameters file, and the subcommand becomes fit."""
 
         class OptionsCLI(SageMakerCLI):
             def add_arguments_to_parser(self, parser):
@@ -87,13 +87,13 @@ class TestArguments:
 
     @pytest.mark.parametrize("given", [[], ["validate"]])
     def test_without_arguments_the_hyperparameters_are_read(self, host, given):
-        """A command that lost the hyperparameters finds them again; one that has arguments is left alone."""
+        """An empty command line gets the hyperparameters; one with arguments is left alone."""
         host.configure(hyperparameters={"data.batch_size": "2", "trainer.fast_dev_run": "true"})
         cli = host.start(*given)
         assert (cli.subcommand, cli.datamodule.batch_size) == (("validate", 4) if given else ("fit", 2))
 
     def test_files_of_the_config_channel(self, host):
-        """They are read in order, hyperparameters override them, and they count as the user's own values."""
+        """Files are read in order, hyperparameters override them, and their values count as the user's."""
         host.configure(channels=["config", "training"], hyperparameters={"data.batch_size": "8"})
         folder = host.channel("config")
         (folder / "1.yaml").write_text("{data: {batch_size: 2, data_dir: own}, trainer: {max_epochs: 3}}")
@@ -103,20 +103,20 @@ class TestArguments:
 
     @pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"]])
     def test_help(self, host, capsys, arguments):
-        """Help is shown in a job, too, and ends with code 0."""
+        """``--help`` works in a job and exits with code 0."""
         with pytest.raises(SystemExit, match="0"):
             host.start(*arguments)
         assert "fit" in capsys.readouterr().out
 
     def test_print_config_shows_what_it_shows_elsewhere(self, host, capsys):
-        """The configuration can be printed in a job."""
+        """``--print_config`` prints the configuration in a job."""
         with pytest.raises(SystemExit, match="0"):
             host.start("fit", "--print_config")
         assert "data_dir: nowhere" in capsys.readouterr().out
 
     @pytest.mark.parametrize("source", ["line", "file", "dict"])
     def test_an_unknown_key_is_named(self, host, capsys, source):
-        """A key that does not exist ends the job with code 2 and its name."""
+        """An unknown key fails the job with exit code 2 and an error that names the key."""
         (host.base_dir / "c.yaml").write_text("trainer: {max_epoks: 1}")
         arguments = {"line": ["--trainer.max_epoks=1"], "file": [f"--config={host.base_dir / 'c.yaml'}"], "dict": []}
         args = {"trainer": {"max_epoks": 1}} if source == "dict" else None
@@ -145,7 +145,7 @@ class TestArguments:
     )
     @pytest.mark.parametrize("groups", [{"gpu": ["algo-1"]}, {"gpu": ["algo-1"], "data": ["algo-2"]}])
     def test_a_wrong_config_ends_as_in_lightning_cli(self, host, capsys, any_data, text, groups):
-        """What the job fills in does not stumble over a configuration that the parser refuses, nor hide its error."""
+        """The values that the job adds do not break on a configuration that the parser refuses, or hide its error."""
         host.configure(groups)
         (host.base_dir / "c.yaml").write_text(text)
         ends = []
@@ -157,7 +157,7 @@ class TestArguments:
         assert ends[0][0] == 2
 
     def test_a_wrong_value_is_named(self, host, capsys):
-        """A value of the wrong type ends the job with code 2."""
+        """A value of the wrong type fails the job with exit code 2 and an error that names the argument."""
         with pytest.raises(SystemExit, match="2"):
             host.make("--data.batch_size=many")
         assert "batch_size" in capsys.readouterr().err
@@ -168,7 +168,7 @@ class TestCluster:
 
     @pytest.mark.parametrize("name", ["algo-1", "algo-2"])
     def test_the_trainer_fits_the_job(self, host, monkeypatch, name):
-        """Two hosts with two processes each make a world of four, with this host at its place."""
+        """Two hosts with two processes each form a world of size 4, and each host gets its ranks."""
         monkeypatch.setenv("LIGHTNING_SM_DEVICES", "2")
         trainer = host.configure(TWO_HOSTS, name).make("--trainer.accelerator=cpu").trainer
         environment = trainer.strategy.cluster_environment
@@ -177,7 +177,7 @@ class TestCluster:
         assert trainer.global_rank == (0 if name == "algo-1" else 2)
 
     def test_matching_settings_are_accepted(self, host, monkeypatch):
-        """Who states the truth is not refused."""
+        """Settings that match the cluster are accepted."""
         monkeypatch.setenv("LIGHTNING_SM_DEVICES", "2")
         cli = host.configure(TWO_HOSTS).make("--trainer.num_nodes=2", "--trainer.devices=2")
         assert cli.trainer.world_size == 4
@@ -191,41 +191,41 @@ class TestCluster:
         ],
     )
     def test_contradicting_settings_are_refused(self, host, monkeypatch, argument, text):
-        """The error names both values."""
+        """A setting that contradicts the cluster raises an error that names both values."""
         monkeypatch.setenv("LIGHTNING_SM_DEVICES", "2")
         with pytest.raises(TopologyError, match=text):
             host.configure(TWO_HOSTS).make(argument)
 
     def test_a_contradicting_variable_is_refused(self, host, monkeypatch):
-        """A setting from an environment variable is the user's, too."""
+        """A setting from an environment variable counts as the user's and is checked like an argument."""
         monkeypatch.setenv("PL_TRAINER__NUM_NODES", "3")
         with pytest.raises(TopologyError, match="num_nodes=3 does not match"):
             host.configure(TWO_HOSTS).make(parser_kwargs={"default_env": True})
 
     def test_lightnings_default_of_one_node_gives_way(self, host):
-        """Scripts pass it on from arguments that nobody has set; no job can mean it."""
+        """``num_nodes=1`` is overridden: scripts pass on Lightning's default, and no job can mean it."""
         assert host.configure(TWO_HOSTS).make("--trainer.num_nodes=1").trainer.num_nodes == 2
 
     def test_the_scripts_defaults_give_way(self, host):
-        """What the script sets for a laptop is a default, not the user's choice for this job."""
+        """``trainer_defaults``, often set for a laptop, are not the user's choice for this job and are overridden."""
         cli = host.configure(TWO_HOSTS).make(trainer_defaults={"num_nodes": 1, "max_epochs": 7})
         assert (cli.trainer.num_nodes, cli.trainer.max_epochs) == (2, 7)
 
     def test_the_environment_may_be_in_the_configuration(self, host):
-        """A SageMakerEnvironment of the user's is used as it is."""
+        """A SageMakerEnvironment in ``trainer.plugins`` is used."""
         trainer = host.configure(TWO_HOSTS).make("--trainer.plugins=lightning_sm.SageMakerEnvironment").trainer
         assert isinstance(trainer.strategy.cluster_environment, SageMakerEnvironment)
         assert trainer.strategy.cluster_environment.num_nodes == 2
 
     def test_the_environment_may_be_the_strategys(self, host):
-        """The same holds inside of a strategy."""
+        """A SageMakerEnvironment in the strategy's arguments is used."""
         nested = "{class_path: DDPStrategy, init_args: {cluster_environment: lightning_sm.SageMakerEnvironment}}"
         trainer = host.configure(TWO_HOSTS).make(f"--trainer.strategy={nested}").trainer
         assert isinstance(trainer.strategy.cluster_environment, SageMakerEnvironment)
 
     @pytest.mark.parametrize("where", ["plugins", "strategy"])
     def test_a_foreign_environment_is_refused(self, host, where):
-        """Another cluster environment would count the ranks by rules of its own."""
+        """Other cluster environments are refused, because they number the ranks differently."""
         foreign = f"{LightningEnvironment.__module__}.LightningEnvironment"
         if where == "strategy":
             foreign = f"{{class_path: DDPStrategy, init_args: {{cluster_environment: {foreign}}}}}"
@@ -235,7 +235,7 @@ class TestCluster:
             host.make(f"--trainer.{where}={foreign}")
 
     def test_a_trainer_need_not_see_the_data(self, host):
-        """The channel may be one of the data group only, and its argument required."""
+        """A channel that only data hosts have fills a required argument on the trainer."""
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
         host.channels_of_data_hosts = ["training"]
         cli = host.make(data=RootData, channels={"training": "root"})
@@ -252,7 +252,7 @@ class TestCluster:
         ],
     )
     def test_folders_are_those_of_the_channels_of_data_hosts(self, host, caplog, mode, data, folders):
-        """Whatever they are called, and whoever chose the class, also folders with a default; the log says so."""
+        """Channels of data hosts fill folders of any name, whoever chose the class, and the log lists them."""
         caplog.set_level("INFO", "lightning_sm")
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
         host.channels_of_data_hosts = ["train", "images", "labels"]
@@ -269,7 +269,7 @@ class TestCluster:
         assert all(f"data.{name} = {folder}" in lines for name, folder in expected.items() if folder)
 
     def test_only_what_is_missing_is_filled(self, host):
-        """A folder that the user set or that a channel of the trainer feeds stays."""
+        """A folder that the user sets or that a channel of the trainer fills is kept."""
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1", channels=["labels"])
         host.channels_of_data_hosts = ["training", "images", "labels"]
         mapping = {"labels": "images_dir", "images": "labels_dir"}
@@ -279,26 +279,26 @@ class TestCluster:
         assert found == ("own", str(host.channel("labels")), str(host.channel("images")))
 
     def test_a_mapped_argument_is_filled_too(self, host):
-        """A mapping says which argument is a folder, whatever its name; a function may make the DataModule."""
+        """A mapped argument is filled whatever its name, even if a function creates the DataModule."""
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
         host.channels_of_data_hosts = ["a", "images"]
         module = host.make(data=make_pairs, channels={"a": "labels_path", "b": "model.weights"}).datamodule
         assert (module.images_dir, module.labels_dir) == (str(host.channel("images")), str(host.channel("a")))
 
     def test_settings_of_the_data_service_are_saved(self, host):
-        """They are kept in the configuration."""
+        """The saved configuration includes the settings of the data service."""
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
         cli = host.make("--data_service.workers=3")
         assert cli.data_service.workers == 3
         assert "workers: 3" in cli._parser(cli.subcommand).dump(cli.config, skip_none=False)
 
     def test_a_trainer_of_such_a_job_counts_trainers_only(self, host):
-        """The data host is no node, and may have channels of its own."""
+        """Data hosts do not count as nodes, and may have channels that the trainer does not have."""
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1", channels=["training"])
         assert host.make(data=RootData, channels={"images": "model.weights"}).trainer.num_nodes == 1
 
     def test_a_trainer_of_the_scripts_own(self, host):
-        """A function that makes the trainer need not take what the job would set."""
+        """A function that creates the Trainer need not accept every argument that the job sets."""
         from pytorch_lightning import Trainer
 
         def make_trainer(plugins: list | None = None, callbacks: list | None = None, max_epochs: int = 1) -> Trainer:
@@ -309,7 +309,7 @@ class TestCluster:
 
 
 class TestProgressBars:
-    """LineProgress is the progress bar unless the user has another, or none."""
+    """LineProgress is the progress bar unless the user chooses another one or disables it."""
 
     def test_lines_by_default(self, host):
         """A job without settings has LineProgress and no other bar."""
@@ -317,12 +317,12 @@ class TestProgressBars:
 
     @pytest.mark.parametrize("argument", ["--trainer.enable_progress_bar=false", "--trainer.barebones=true"])
     def test_none_if_switched_off(self, host, argument):
-        """Neither ours nor Lightning's."""
+        """With progress bars disabled, neither LineProgress nor Lightning's bar is added."""
         assert progress_bars(host.configure(tensorboard={}).make(argument)) == []
 
     @pytest.mark.parametrize("way", ["line", "defaults", "parser", "kwargs"])
     def test_the_users_own_bar(self, host, way):
-        """A bar in trainer.callbacks, in trainer_defaults, of the parser's own or of the caller replaces ours."""
+        """A bar in trainer.callbacks, in trainer_defaults, from the parser or from the caller replaces LineProgress."""
 
         class BarCLI(SageMakerCLI):
             def add_arguments_to_parser(self, parser):
@@ -344,7 +344,7 @@ class TestProgressBars:
 @pytest.mark.parametrize("folder", ["model", "output/data/algo-1", "checkpoints", "tensorboard"])
 @pytest.mark.parametrize("obstacle", ["file", "read-only"])
 def test_a_folder_that_cannot_be_written_is_named_at_once(host, folder, obstacle):
-    """A file in place of a folder, or a folder that takes no files, ends the job before training."""
+    """A file in place of a folder, or a folder that is not writable, fails the job before training."""
     path = host.base_dir / folder
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("") if obstacle == "file" else path.symlink_to("/sys/kernel")
@@ -357,28 +357,28 @@ def test_a_folder_that_cannot_be_written_is_named_at_once(host, folder, obstacle
 
 
 def test_a_class_that_is_none_is_refused_as_anywhere(host, capsys):
-    """What LightningCLI refuses is refused in a job with its words."""
+    """An unknown class is refused with LightningCLI's error."""
     with pytest.raises(SystemExit, match="2"):
         host.make("--data=NoSuchData", data=LightningDataModule, subclass_mode_data=True)
     assert "NoSuchData" in capsys.readouterr().err
 
 
 def test_the_classes_of_a_job_are_the_users(host):
-    """The CLI makes the classes that it was given, and has the job and its topology as attributes."""
+    """The CLI instantiates the script's classes, and has the job and its topology as attributes."""
     cli = host.configure(TWO_HOSTS).make()
     assert (type(cli.model), type(cli.datamodule)) == (SmallModel, SmallData)
     assert (cli.job.current_host, cli.topology.num_nodes) == ("algo-1", 2)
 
 
 def test_arguments_of_lightning_cli_may_be_given_by_position(host):
-    """A script that names LightningCLI's arguments by position needs no change but the name of the class."""
+    """A script that passes LightningCLI's arguments by position only needs the new class name."""
     positional = [None, {"overwrite": False}]
     cli = host.make(cli=lambda model, data, **kwargs: SageMakerCLI(model, data, *positional, **kwargs))
     assert (cli.save_config_callback, cli.save_config_kwargs) == (None, {"overwrite": False})
 
 
 def test_a_job_of_one_host_and_one_device_shows_its_table(host, caplog):
-    """Lightning never asks a lone process for ranks, but the log still says where it runs and with what."""
+    """A single process logs its host and versions, although Lightning never asks it for ranks."""
     with caplog.at_level("INFO", logger="lightning_sm"):
         host.make()
     (table,) = (record.getMessage() for record in caplog.records if "node rank" in record.getMessage())

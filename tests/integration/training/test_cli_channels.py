@@ -1,4 +1,4 @@
-"""SageMakerCLI in a job sends the channels to the arguments that want them, unless the user said otherwise."""
+"""SageMakerCLI in a job passes channels to the arguments that match them, unless the user sets these."""
 
 import logging
 
@@ -11,14 +11,14 @@ from tests.fakes.small_app import TWO_HOSTS, LinkedCLI, RootData, SmallData, Sma
 
 ROOT_DATA = f"{RootData.__module__}.{RootData.__qualname__}"
 FAST = ("--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false")
-# Three ways in which a script may leave the choice of classes to the configuration.
+# Three ways for a script to leave the choice of classes to the configuration.
 ANY_DATA = {"data": SmallData, "subclass_mode_data": True}
 NO_DATA = {"data": None}
 ANY_MODEL_AND_DATA = {"model": None, "data": None}
 
 
 def test_the_main_channel_and_the_channel_of_a_folder(host):
-    """Channel training goes to data_dir, and val to val_dir."""
+    """Channel training fills data_dir, and channel val fills val_dir."""
     data = host.configure(channels=["training", "val"]).make().datamodule
     assert [data.data_dir, data.val_dir] == [str(host.channel("training")), str(host.channel("val"))]
     assert data.batch_size == 4
@@ -26,7 +26,7 @@ def test_the_main_channel_and_the_channel_of_a_folder(host):
 
 @pytest.mark.parametrize("shape", [{"data": RootData}, ANY_DATA, NO_DATA, ANY_MODEL_AND_DATA])
 def test_a_required_folder_is_filled_in_each_mode(host, shape):
-    """An argument without a default need not be given, whether the script or the user chose the class."""
+    """A channel fills a required argument, whether the script or the user chose the class."""
     classes = [] if shape["data"] is RootData else ["--data=RootData", "--data.size=5"]
     if "model" in shape:
         classes += ["--model=SmallModel", "--model.num_classes=7"]
@@ -36,7 +36,7 @@ def test_a_required_folder_is_filled_in_each_mode(host, shape):
 
 
 def test_a_required_argument_that_no_channel_fills_is_named(host, capsys):
-    """Without a channel, the error is the parser's."""
+    """Without a channel, the parser's error names the required argument."""
     with pytest.raises(SystemExit, match="2"):
         host.make(data=RootData)
     assert "data.root" in capsys.readouterr().err
@@ -47,7 +47,7 @@ def test_a_required_argument_that_no_channel_fills_is_named(host, capsys):
 @pytest.mark.parametrize("value", ["own", "nowhere"])
 @pytest.mark.parametrize("source", ["line", "dotted", "file", "environment"])
 def test_the_users_value_wins(host, monkeypatch, shape, value, source):
-    """A value of the user's stays, equal to the default or not, wherever it was set."""
+    """A value that the user sets is kept, wherever it is set, even if it equals the default."""
     host.configure(channels=["training"])
     chosen = ["--data=SmallData"] if "subclass_mode_data" in shape else []
     inside = ".init_args" if chosen and source == "dotted" else ""
@@ -68,7 +68,7 @@ def test_the_users_value_wins(host, monkeypatch, shape, value, source):
 
 
 def test_a_subcommands_variable_wins(host, monkeypatch):
-    """With subcommands, variables have the name of theirs; a channel does not override them."""
+    """An environment variable that is named after a subcommand wins over a channel."""
     monkeypatch.setenv("PL_FIT__DATA__DATA_DIR", "own")
     host.configure(channels=["training", "val"])
     data = host.start("fit", *FAST, parser_kwargs={"default_env": True}).datamodule
@@ -76,7 +76,7 @@ def test_a_subcommands_variable_wins(host, monkeypatch):
 
 
 def test_the_command_line_wins_over_variables(host, monkeypatch):
-    """What the job adds does not disturb the order of the user's own sources."""
+    """The values that the job adds do not change the precedence of the user's sources."""
     monkeypatch.setenv("PL_DATA__BATCH_SIZE", "2")
     host.configure(channels=["training"])
     data = host.make("--data.batch_size=8", parser_kwargs={"default_env": True}).datamodule
@@ -84,14 +84,14 @@ def test_the_command_line_wins_over_variables(host, monkeypatch):
 
 
 def test_other_arguments_of_a_chosen_class_stay(host):
-    """Setting one argument of a class in the configuration does not reset the others."""
+    """Filling one argument of a class from the configuration does not reset the others."""
     (host.base_dir / "c.yaml").write_text(f"data: {{class_path: {ROOT_DATA}, init_args: {{size: 9}}}}")
     cli = host.configure(channels=["digits"]).start("fit", f"--config={host.base_dir / 'c.yaml'}", *FAST, **NO_DATA)
     assert (cli.datamodule.root, cli.datamodule.size) == (str(host.channel("digits")), 9)
 
 
 def test_a_mapping_decides(host):
-    """An explicit mapping sends channels elsewhere, also to the model."""
+    """An explicit mapping decides which argument a channel fills, even one of the model."""
     mapping = {"a": "val_dir", "b": "model.weights"}
     cli = host.configure(channels=["a", "b", "train"]).make(channels=mapping)
     assert cli.datamodule.val_dir == str(host.channel("a"))
@@ -100,7 +100,7 @@ def test_a_mapping_decides(host):
 
 
 def test_a_mapping_reaches_into_chosen_classes(host):
-    """init_args need not be written, but may be."""
+    """A mapping may name arguments of chosen classes with or without init_args."""
     host.configure(channels=["a", "b"])
     cli = host.make(
         "--model=SmallModel",
@@ -112,7 +112,7 @@ def test_a_mapping_reaches_into_chosen_classes(host):
 
 
 def test_the_users_value_wins_over_a_mapping(host):
-    """A mapping is the script's; the command line is the user's."""
+    """A value from the command line, which is the user's, wins over the script's mapping."""
     cli = host.configure(channels=["a"]).make("--model.weights=own", channels={"a": "model.weights"})
     assert cli.model.weights == "own"
 
@@ -126,14 +126,14 @@ def test_the_users_value_wins_over_a_mapping(host):
     ],
 )
 def test_a_wrong_mapping_is_an_error(host, mapping, text):
-    """An unknown channel or argument is named."""
+    """A mapping with an unknown channel or argument raises an error that names it."""
     with pytest.raises(ChannelError, match=text):
         host.configure(channels=["a"]).make(channels=mapping)
 
 
 @pytest.mark.parametrize(("name", "count"), [("algo-1", 1), ("algo-2", 0)])
 def test_a_channel_that_fits_nothing_is_logged_by_rank_0(host, caplog, name, count):
-    """One host of the job says it, once."""
+    """Only rank 0 logs, once, that a channel matches nothing."""
     caplog.set_level(logging.INFO, "lightning_sm")
     host.configure(TWO_HOSTS, name, channels=["training", "extra"]).make()
     lines = [record.getMessage() for record in caplog.records if "'extra' matches none of" in record.getMessage()]
@@ -149,7 +149,7 @@ def test_links_see_the_channel(host):
 
 
 def test_links_see_a_required_folder(host):
-    """The link's source may come from the channel alone."""
+    """A link works if only a channel fills its source."""
 
     class RootLinkedCLI(SageMakerCLI):
         def add_arguments_to_parser(self, parser):
@@ -160,7 +160,7 @@ def test_links_see_a_required_folder(host):
 
 
 def test_links_may_compute(host):
-    """A function of several arguments gets what the channel filled, and is not called before."""
+    """The function of a link gets the values that channels filled, and is not called before."""
 
     class ComputedCLI(SageMakerCLI):
         def add_arguments_to_parser(self, parser):
@@ -172,7 +172,7 @@ def test_links_may_compute(host):
 
 @pytest.mark.parametrize("stated", [[], ["--data.batch_size=6"]])
 def test_links_between_chosen_classes(host, stated):
-    """Links of init_args hold in a job whether their source is stated or a default."""
+    """Links between init_args apply in a job, whether their source is set or a default."""
 
     class ChosenCLI(SageMakerCLI):
         def add_arguments_to_parser(self, parser):
@@ -185,7 +185,7 @@ def test_links_between_chosen_classes(host, stated):
 
 
 def test_links_of_optimizers(host):
-    """An optimizer that is linked to an argument of the model arrives there."""
+    """An optimizer that is linked to an argument of the model is passed to the model."""
 
     class Optimized(SmallModel):
         def __init__(self, optimizer: dict | None = None) -> None:
@@ -201,7 +201,7 @@ def test_links_of_optimizers(host):
 
 
 def test_defaults_of_the_script_give_way(host):
-    """A default_config_files of the script's is a default: a channel replaces its folder, and the rest stays."""
+    """A channel replaces a folder from the script's default_config_files, and other values are kept."""
     with open("laptop.yaml", "w", encoding="utf-8") as file:
         file.write("data: {data_dir: ./laptop, batch_size: 2}")
     host.configure(channels=["training"])

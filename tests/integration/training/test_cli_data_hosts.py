@@ -1,4 +1,4 @@
-"""SageMakerCLI in a job with data hosts: these build nothing, and the trainers fetch whatever the script hands over."""
+"""SageMakerCLI with data hosts, which build nothing; trainers fetch the batches of whatever the script gives fit."""
 
 import pickle
 
@@ -20,14 +20,14 @@ built = []
 
 
 class Counted:
-    """Notes what is built."""
+    """Records which classes are instantiated."""
 
     def __init__(self):
         built.append(type(self).__name__)
 
 
 class NeedyModel(Counted, SmallModel):
-    """Has an argument without a default, which a data host has no use for.
+    """Has a required argument, which a data host does not need.
 
     Args:
         hidden: Any number.
@@ -40,7 +40,7 @@ class NeedyModel(Counted, SmallModel):
 
 
 class OtherModel(NeedyModel):
-    """To be chosen."""
+    """A subclass that the configuration chooses."""
 
 
 class NeedyData(Counted, SmallData):
@@ -56,7 +56,7 @@ class NeedyData(Counted, SmallData):
 
 
 class OwnCallback(Counted, Callback):
-    """Is configured by the script.
+    """A callback that the script configures.
 
     Args:
         path: Any text, without a default.
@@ -68,7 +68,7 @@ class OwnCallback(Counted, Callback):
 
 
 class GroupsCLI(SageMakerCLI):
-    """Adds groups of every kind, and links."""
+    """Adds argument groups of every kind, and a link."""
 
     def add_arguments_to_parser(self, parser):
         """Add classes with and without required arguments."""
@@ -81,7 +81,7 @@ class GroupsCLI(SageMakerCLI):
 
 
 def make_model(hidden: int) -> LightningModule:
-    """Make the model by a function.
+    """Create the model in a function.
 
     Args:
         hidden: Any number.
@@ -111,7 +111,7 @@ def make_model(hidden: int) -> LightningModule:
     ids=["required", "function", "subclass", "any class", "groups and links", "optimizer"],
 )
 def test_nothing_is_built(host, monkeypatch, arguments, script):
-    """Neither the model nor the DataModule nor any other group, whatever arguments it requires."""
+    """A data host builds no model, DataModule or other class, whatever arguments they require."""
     served = []
     monkeypatch.setattr(cli_module, "serve", lambda job, topology, settings: served.append((topology.role, settings)))
     built.clear()
@@ -124,7 +124,7 @@ def test_nothing_is_built(host, monkeypatch, arguments, script):
 
 
 class OwnTrainer(Trainer):
-    """Overrides a method of Trainer, with other parameters."""
+    """Overrides ``Trainer.fit`` with other parameters."""
 
     def fit(self, model, batches, **others):
         """Fit."""
@@ -132,12 +132,12 @@ class OwnTrainer(Trainer):
 
 
 def make_trainer(**arguments) -> OwnTrainer:
-    """Make the Trainer by a function."""
+    """Create the Trainer in a function."""
     return OwnTrainer(**arguments)
 
 
 class WithLoaders(SmallModel):
-    """Has loaders of its own."""
+    """A model with its own loader."""
 
     def train_dataloader(self):
         """Return a loader."""
@@ -146,7 +146,7 @@ class WithLoaders(SmallModel):
 
 @pytest.mark.parametrize("kind", [Trainer, OwnTrainer, SageMakerTrainer, make_trainer])
 def test_what_the_script_hands_over_stays_as_it_is(host, monkeypatch, kind):
-    """With ``run=False``: Lightning gets it, and its Trainer gives the loaders of each their workers on data hosts."""
+    """With ``run=False``, Lightning gets the script's data as it is, and one callback moves loaders to data hosts."""
     cli = host.configure(GROUPS, "algo-1").make("--trainer.logger=false", trainer_class=kind)
     got = []
     monkeypatch.setattr(cli.trainer, "_fit_impl", lambda *arguments: got.append(arguments[1:4]))
@@ -165,7 +165,7 @@ def test_what_the_script_hands_over_stays_as_it_is(host, monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", [Trainer, OwnTrainer])
 def test_its_trainer_can_be_pickled(host, kind):
-    """As ``ddp_spawn`` does; the copy fetches, too, and is of the script's class."""
+    """As for ``ddp_spawn``, the Trainer can be pickled; the copy keeps its class and the data hosts' addresses."""
     cli = host.configure(GROUPS, "algo-1").make("--trainer.logger=false", trainer_class=kind)
     copied = pickle.loads(pickle.dumps(cli.trainer))  # noqa: S301  # pickled right here
     assert isinstance(copied, kind)

@@ -1,4 +1,4 @@
-"""Off SageMaker, SageMakerCLI is LightningCLI: the same arguments give the same configuration and the same trainer."""
+"""Outside SageMaker, SageMakerCLI is LightningCLI: the same arguments give the same configuration and trainer."""
 
 import os
 import re
@@ -34,7 +34,7 @@ SHAPES = {
 
 
 class Still:
-    """Makes everything and runs nothing; the model has a link at both times that links are applied."""
+    """Instantiates everything and runs nothing, with links that apply on parsing and on instantiation."""
 
     def add_arguments_to_parser(self, parser):
         """Add the links."""
@@ -49,15 +49,15 @@ class Still:
 
 
 class PlainCLI(Still, LightningCLI):
-    """What is compared with."""
+    """LightningCLI, the reference."""
 
 
 class OurCLI(Still, SageMakerCLI):
-    """What is compared."""
+    """SageMakerCLI, which is compared with the reference."""
 
 
 def describe(cli):
-    """The configuration and the parts of the trainer."""
+    """Describe the configuration and the parts of the trainer."""
     trainer, parser = cli.trainer, cli._parser(cli.subcommand)
     return {
         "config": parser.dump(cli.config[cli.subcommand] if cli.subcommand else cli.config, skip_none=False),
@@ -78,7 +78,7 @@ def describe(cli):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_is_lightning_cli(tmp_path, monkeypatch, shape):
-    """Configuration, callbacks, plugins, loggers and folders are the same."""
+    """Configuration, callbacks, plugins, loggers and folders are the same as LightningCLI's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path / "ml"))
     monkeypatch.setenv("PL_FIT__DATA__BATCH_SIZE", "3")
@@ -96,7 +96,7 @@ def test_it_is_lightning_cli(tmp_path, monkeypatch, shape):
     "arguments", [["fit", "--trainer.max_epoks=1"], ["--help"], [], ["fit", "--config=missing.yaml"]]
 )
 def test_it_ends_as_lightning_cli_does(tmp_path, monkeypatch, capsys, arguments):
-    """Errors and help are the same, but for the usage of ``--data_service``; without a subcommand there is no fit."""
+    """Errors and help match LightningCLI's but for the usage of ``--data_service``; a subcommand is required."""
     monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
     ends = []
@@ -109,7 +109,7 @@ def test_it_ends_as_lightning_cli_does(tmp_path, monkeypatch, capsys, arguments)
 
 
 def test_a_mapping_is_for_jobs(tmp_path, monkeypatch):
-    """The channels of a job that is not there are no error."""
+    """Outside a job, a mapping of channels is not an error."""
     monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["train.py"])
     cli = SageMakerCLI(SmallModel, SmallData, channels={"images": "data_dir"}, run=False)
@@ -133,7 +133,7 @@ if __name__ == "__main__":
 
 @pytest.mark.processes
 def test_two_processes_leave_their_group_before_the_interpreter_ends(tmp_path):
-    """Two processes of a laptop do not take Gloo's group, which may abort them, into the interpreter's shutdown."""
+    """Two processes on a laptop destroy Gloo's group, which might abort them, before the interpreter's shutdown."""
     (tmp_path / "train.py").write_text(TWO_PROCESSES)
     command = [sys.executable, "train.py", "fit", "--trainer.max_steps=2", "--trainer.accelerator=cpu"]
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the command line of a script offers, prints, and answers to options that it does not have."""
+"""The command line of a script: its help, its printed configuration, and its errors about unknown options."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ARTICLE = [
 
 
 class Progress(Callback):
-    """A callback with the name of one of the package's own."""
+    """A user's callback that has the name of a class of the package."""
 
 
 @pytest.fixture
 def shown(tmp_path, monkeypatch, capsys):
-    """What the command line prints when it exits: to stdout and to stderr, without line breaks in names."""
+    """Run a command line that exits, and return stdout, or stderr if it fails; names are not wrapped."""
     monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path / "ml"))
     monkeypatch.setenv("COLUMNS", "100000")
     monkeypatch.chdir(tmp_path)
@@ -47,14 +47,14 @@ def shown(tmp_path, monkeypatch, capsys):
 
 
 def test_help_offers_only_public_classes(shown):
-    """Callbacks, loggers and plugins that a job adds by itself are not among the choices."""
+    """Help does not offer callbacks, loggers and plugins that a job adds automatically."""
     named = set(re.findall(r"\blightning_sm\.[\w.]+", shown("fit", "--help")))
     assert "lightning_sm.SpotCheckpoint" in named
     assert named <= {f"lightning_sm.{name}" for name in lightning_sm.__all__}
 
 
 def test_help_shows_the_settings_of_the_data_service_after_all_other_options(shown):
-    """A reader finds the options that each run has before those of a cluster with data hosts."""
+    """Help lists the options of every run before those of a cluster with data hosts."""
     options = re.findall(r"^  (?:-\w.*, )?(--[\w.]+)", shown("fit", "--help"), re.MULTILINE)
     is_data = [option.startswith("--data_service") for option in options]
     assert any(is_data)
@@ -69,7 +69,7 @@ def test_a_short_name_means_the_callback_of_the_user(shown):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_printed_configuration_is_one_of_lightning_cli(shown, tmp_path, before):
-    """LightningCLI reads the file and prints it in turn, whether it was printed for the script or for a subcommand."""
+    """LightningCLI reads a printed configuration, whether it was printed for the script or for a subcommand."""
     arguments = ["--print_config", "fit"] if before else ["fit", "--print_config"]
     (tmp_path / "printed.yaml").write_text(shown(*arguments))
     read = (
@@ -80,21 +80,21 @@ def test_a_printed_configuration_is_one_of_lightning_cli(shown, tmp_path, before
 
 
 def test_a_printed_configuration_has_settings_of_the_data_service_that_were_set(shown, tmp_path):
-    """Those that differ from the defaults are in the file, which reads back as what was given."""
+    """A printed configuration includes changed settings of the data service, and can be read back."""
     (tmp_path / "printed.yaml").write_text(shown("fit", "--data_service.workers=3", "--print_config"))
     again = yaml.safe_load(shown("fit", f"--config={tmp_path / 'printed.yaml'}", "--print_config"))
     assert again["data_service"]["workers"] == 3
 
 
 def test_an_option_that_was_replaced_is_answered_with_the_new_one(shown):
-    """The error about unknown options ends with a line for each of them that says what to write instead."""
+    """The error about unknown options ends with one line per replaced option that names its replacement."""
     told = shown("fit", *(f"--{option}=1" for option in REPLACED_OPTIONS), code=2)
     answers = [f"{option} is not an option here. Use {new}." for option, new in REPLACED_OPTIONS.items()]
     assert told.splitlines()[-len(answers) :] == answers
 
 
 def test_a_key_that_was_replaced_is_answered_with_the_new_one(shown):
-    """So does the error about a key of a configuration file."""
+    """The error about a replaced key in a configuration file names its replacement."""
     Path("old.yaml").write_text("{trainer: {weights_save_path: there}}", encoding="utf-8")
     told = shown("fit", "--config=old.yaml", code=2)
     new = REPLACED_OPTIONS["trainer.weights_save_path"]
@@ -102,7 +102,7 @@ def test_a_key_that_was_replaced_is_answered_with_the_new_one(shown):
 
 
 def test_the_page_about_other_examples_has_each_option_that_was_replaced():
-    """Whoever searches the pages for an option finds it beside the same replacement."""
+    """docs/other-examples.md lists each replaced option beside the same replacement."""
     rows = (Path(__file__).parents[3] / "docs" / "other-examples.md").read_text(encoding="utf-8").splitlines()
     for option, new in REPLACED_OPTIONS.items():
         of_option = [row for row in rows if re.search(rf"`(--)?{re.escape(option)}\b", row.split(" | ")[0])]
@@ -112,12 +112,12 @@ def test_the_page_about_other_examples_has_each_option_that_was_replaced():
 
 
 def test_other_errors_have_no_answer(shown):
-    """A value that happens to be the name of an option that was replaced is not taken for it."""
+    """A value that happens to be the name of a replaced option is not mistaken for the option."""
     assert "not an option here" not in shown("fit", "--trainer.max_epochs=iterations", code=2)
 
 
 def test_options_without_a_subcommand_are_answered_with_one(shown):
-    """The command of an article about LightningCLI of Lightning 1 gets all that it lacks in one error."""
+    """One error lists all problems of a command from an article about LightningCLI of Lightning 1."""
     told = shown(*ARTICLE, code=2)
     assert "Options come after a subcommand (fit, validate, test, predict): train.py fit --OPTION ..." in told
     for option in ("trainer.weights_save_path", "logger.save_dir", "logger.name"):
@@ -126,7 +126,7 @@ def test_options_without_a_subcommand_are_answered_with_one(shown):
 
 
 def test_what_replaces_the_options_of_the_article_is_accepted(shown):
-    """The answers, put in place of the options, make a configuration with the article's values."""
+    """The suggested replacements give a configuration with the article's values."""
     new = [REPLACED_OPTIONS[name] for name in ("trainer.weights_save_path", "logger.save_dir", "logger.name")]
     words = [word.replace("FOLDER", "there").replace("NAME", "tutorial") for line in new for word in line.split()]
     trainer = yaml.safe_load(shown("fit", *words, "--trainer.logger.flush_secs=5", "--print_config"))["trainer"]

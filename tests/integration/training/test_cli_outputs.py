@@ -1,4 +1,4 @@
-"""What SageMakerCLI leaves where: logs, checkpoints, and the best model in the model directory."""
+"""Outputs of SageMakerCLI: logs, checkpoints, and the best model in the model directory."""
 
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class CheckpointCLI(SageMakerCLI):
 
 
 class HubModel(SmallModel):
-    """Needs a secret, and has a section of the same name.
+    """Needs secrets, and has a parameter that is only named like one.
 
     Args:
         hub_token: Any text.
@@ -82,7 +82,7 @@ class DeepSpeedIO(TorchCheckpointIO):
     """Writes a checkpoint as a folder with the names of DeepSpeed's files."""
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
-        """Write the file of rank 0, and what names its subfolder."""
+        """Write the file of rank 0, and ``latest``, which names its subfolder."""
         super().save_checkpoint(checkpoint, Path(path) / "checkpoint" / "mp_rank_00_model_states.pt", storage_options)
         (Path(path) / "latest").write_text("checkpoint")
 
@@ -103,7 +103,7 @@ class TestModel:
         assert again.model.layer.out_features == 4
 
     def test_config_yaml_has_no_secrets(self, host, tmp_path):
-        """The script gets secrets, and no file of the job does, whatever type the parameter has."""
+        """Secrets reach the script, but no file of the job, whatever the type of their parameter."""
         secret = tmp_path / "S3CR3T.json"
         secret.write_text("{}")
         cli = fit(
@@ -144,7 +144,7 @@ class TestModel:
     )
     @pytest.mark.parametrize("has_checkpoint_dir", [True, False])
     def test_the_best_model_is_exported(self, host, arguments, epoch, has_checkpoint_dir):
-        """It is the best of the first callback that monitors a metric, else its newest, else the model as it is."""
+        """The best model of the first callback that monitors a metric is exported, else the newest or current model."""
         host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")} if has_checkpoint_dir else None)
         fit(host, "--model.scores=[0, 2, 1]", *arguments, epochs=3)
         assert exported_epoch(host) == epoch
@@ -152,7 +152,7 @@ class TestModel:
 
     @pytest.mark.parametrize("way", ["model", "defaults", "parser"])
     def test_checkpoint_callbacks_from_elsewhere_count(self, host, way):
-        """A callback of the model, of trainer_defaults or of the parser's own is routed and exported alike."""
+        """A checkpoint callback from the model, trainer_defaults or the parser is routed and exported alike."""
         checkpoints = host.base_dir / "ck"
         host.configure(checkpoint={"LocalPath": str(checkpoints)})
         own = ModelCheckpoint(monitor="val_score", mode="max", filename="own-{epoch}")
@@ -167,7 +167,7 @@ class TestModel:
         assert "own-epoch=1.ckpt" in files_in(checkpoints)
 
     def test_a_resumed_job_exports_the_best_of_all_attempts(self, host):
-        """The second attempt resumes from the last checkpoint, and exports the best one, which the first has made."""
+        """The second attempt resumes from the last checkpoint, and exports the best one, saved by the first."""
         checkpoints = host.base_dir / "ck"
         host.configure(checkpoint={"LocalPath": str(checkpoints)})
         arguments = ("--model.scores=[0, 2, 1, 1]", BEST_AND_LAST, "--ckpt_path=last")
@@ -180,11 +180,11 @@ class TestModel:
         assert exported_epoch(host) == 1
         second = torch.load(host.model_dir / "state_dict.pt", weights_only=True)
         assert all(torch.equal(first[name], second[name]) for name in first)
-        # The best one, and the one that it replaced: the newest may not be uploaded yet when the host is taken away.
+        # Keep the replaced best checkpoint: the newest may not be uploaded when the host is taken away.
         assert {path.name for path in checkpoints.rglob("*.ckpt")} == {"epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"}
 
     def test_a_job_that_has_nothing_left_to_train_exports_too(self, host):
-        """An attempt that starts after the last epoch leaves a model all the same."""
+        """An attempt that resumes after the last epoch still exports a model."""
         host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")})
         for _ in range(2):
             fit(host, "--model.scores=[1, 0]", BEST_AND_LAST, "--ckpt_path=last", epochs=2)
@@ -192,7 +192,7 @@ class TestModel:
             (host.model_dir / "model.ckpt").unlink()
 
     def test_the_folder_of_the_checkpoints_may_have_moved(self, host):
-        """A restart may find the checkpoints elsewhere: the best one is looked for by its name there."""
+        """If the checkpoint folder has moved, the best checkpoint is found in the new folder by its name."""
         arguments = ("--model.scores=[0, 1, 2]", BEST_AND_LAST, "--ckpt_path=last")
         fit(host.configure(checkpoint={"LocalPath": str(host.base_dir / "old")}), *arguments, epochs=3)
         (host.model_dir / "model.ckpt").unlink()
@@ -201,7 +201,7 @@ class TestModel:
         assert exported_epoch(host) == 2
 
     def test_a_best_checkpoint_that_is_gone_is_replaced(self, host, caplog):
-        """If the best checkpoint was lost, the model as it is is exported, and a warning says so."""
+        """If the best checkpoint is lost, the current model is exported, and a warning is logged."""
 
         class LastCheckpoint(ModelCheckpoint):
             def on_train_end(self, trainer, pl_module):
@@ -212,7 +212,7 @@ class TestModel:
         assert files_in(host.model_dir) == MODEL_FILES
 
     def test_a_best_checkpoint_on_another_file_system(self, host):
-        """A dirpath that is an address stays one, and the best checkpoint is fetched from it."""
+        """A dirpath that is an address is kept, and the best checkpoint is fetched from it."""
         fit(
             host,
             "--model.scores=[2, 1]",
@@ -225,14 +225,14 @@ class TestModel:
 
     @pytest.mark.parametrize("argument", [[], ["--trainer.enable_checkpointing=false"]])
     def test_a_sharded_checkpoint_is_exported_as_it_is(self, host, caplog, argument):
-        """A checkpoint that is a folder becomes the folder model.ckpt, with a hint how to consolidate it."""
+        """A checkpoint that is a folder becomes the folder model.ckpt, and the log shows how to consolidate it."""
         caplog.set_level("INFO", "lightning_sm")
         fit(host, *argument, trainer_defaults={"plugins": [FolderIO()]}, save_config_callback=None)
         assert files_in(host.model_dir) == {"model.ckpt/part.pt", "config.yaml"}
         assert "dcp_to_torch model.ckpt model.pt" in caplog.text
 
     def test_a_deepspeed_checkpoint_is_exported_with_its_subfolder(self, host, caplog):
-        """All its files, with the command that makes plain weights of them."""
+        """All files of a DeepSpeed checkpoint are exported, and the log has the command that makes plain weights."""
         caplog.set_level("INFO", "lightning_sm")
         fit(host, trainer_defaults={"plugins": [DeepSpeedIO()]}, save_config_callback=None)
         files = {"model.ckpt/latest", "model.ckpt/checkpoint/mp_rank_00_model_states.pt", "config.yaml"}
@@ -240,32 +240,32 @@ class TestModel:
         assert "run `python model.ckpt/zero_to_fp32.py model.ckpt weights`" in caplog.text
 
     def test_a_fast_dev_run_passes(self, host):
-        """A dry run goes the whole way: the model directory can be written."""
+        """A fast_dev_run also exports a model, which shows that the model directory is writable."""
         fit(host, "--trainer.fast_dev_run=true")
         assert files_in(host.model_dir) == MODEL_FILES
         assert not files_in(host.output_dir)
 
     @pytest.mark.parametrize("subcommand", ["validate", "test"])
     def test_only_fit_exports(self, host, subcommand):
-        """Other subcommands leave no model."""
+        """Other subcommands export no model."""
         host.start(subcommand, *QUIET)
         assert not files_in(host.model_dir)
 
 
 class _WithCkptPath(SageMakerCLI):
-    """Knows the arguments of fit without its subcommand."""
+    """Accepts the arguments of fit without its subcommand."""
 
     def add_arguments_to_parser(self, parser):
-        """Add what config.yaml has from fit."""
+        """Add the arguments of fit that config.yaml contains."""
         parser.add_argument("--ckpt_path", type=str | None)
         parser.add_argument("--weights_only", type=bool | None)
 
 
 class TestFolders:
-    """Relative folders are the job's; others are the user's."""
+    """Relative folders are moved into the job's folders, and others are kept."""
 
     def test_everything_is_below_the_hosts_own_folder(self, host):
-        """Logs, configuration and checkpoints of a plain fit are in this host's output folder; no file is elsewhere."""
+        """A plain fit writes logs, configuration and checkpoints to the host's output folder, and nothing elsewhere."""
         fit(host)
         found = files_in(host.output_dir)
         assert {str(Path(name).parent) for name in found} == {
@@ -282,7 +282,7 @@ class TestFolders:
     )
     @pytest.mark.parametrize("in_script", [True, False])
     def test_default_root_dir(self, host, folder, expected, in_script):
-        """A relative root is below the host's folder; absolute folders and addresses stay, the script's too."""
+        """A relative root, even the script's, moves below the host's folder; other folders and addresses are kept."""
         arguments = [] if in_script else [f"--trainer.default_root_dir={folder}"]
         defaults = {"default_root_dir": folder} if in_script else {}
         trainer = host.make("--trainer.logger=false", *arguments, trainer_defaults=defaults).trainer
@@ -292,14 +292,14 @@ class TestFolders:
     @pytest.mark.parametrize("folder", ["logs", "/abs/logs"])
     @pytest.mark.parametrize("several", [True, False])
     def test_folders_of_loggers(self, host, folder, several):
-        """A relative save_dir of one or several loggers is below the host's folder."""
+        """A relative save_dir of one or several loggers is moved below the host's folder."""
         entry = f"{{class_path: CSVLogger, init_args: {{save_dir: {folder}}}}}"
         loggers = host.make(f"--trainer.logger={f'[{entry}]' if several else entry}").trainer.loggers
         assert [log.save_dir for log in loggers] == [str(host.output_dir / folder)]
 
     @pytest.mark.parametrize("has_checkpoint_dir", [True, False])
     def test_folders_of_checkpoint_callbacks(self, host, has_checkpoint_dir):
-        """Dirpath is below the checkpoint folder if the job has one, else below the host's; None means the folder."""
+        """A relative dirpath is below the checkpoint folder if there is one, else the host's; None means the folder."""
         checkpoints = host.base_dir / "ck"
         host.configure(checkpoint={"LocalPath": str(checkpoints)} if has_checkpoint_dir else None)
         entries = [
@@ -321,7 +321,7 @@ class TestFolders:
         }
 
     def test_the_last_checkpoint_is_no_link(self, host):
-        """The service does not upload links: save_last=link becomes a copy."""
+        """save_last=link makes a copy, because SageMaker does not upload links."""
         host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")})
         fit(host, "--trainer.callbacks=[{class_path: ModelCheckpoint, init_args: {save_last: link}}]", epochs=1)
         last = host.base_dir / "ck" / "last.ckpt"
@@ -338,7 +338,7 @@ class TestFolders:
         assert not files_in(host.output_dir)
 
     def test_tensorboard_loggers_of_the_users_own(self, host):
-        """A relative TensorBoard folder is below the synchronised one; other loggers stay with the output."""
+        """A relative TensorBoard folder is moved below the synchronized one; other loggers use the output folder."""
         host.configure(tensorboard={"LocalPath": str(host.base_dir / "tb")})
         entries = "{class_path: %s, init_args: {save_dir: logs}}"
         loggers = f"[{entries % 'TensorBoardLogger'}, {entries % 'CSVLogger'}]"
@@ -351,11 +351,11 @@ class TestFolders:
         ]
 
     def test_no_logger_stays_none(self, host):
-        """Who switched logging off gets no TensorBoard."""
+        """If the user disables logging, no TensorBoard logger is added."""
         assert host.configure(tensorboard={}).make("--trainer.logger=false").trainer.loggers == []
 
     def test_an_existing_configuration_is_no_error(self, host):
-        """A second attempt in the same folder overwrites config.yaml, unless the script insists."""
+        """A second attempt in the same folder overwrites config.yaml, unless the script forbids it."""
         logger = "--trainer.logger={class_path: CSVLogger, init_args: {save_dir: logs, version: same}}"
         for _ in range(2):
             fit(host, logger)

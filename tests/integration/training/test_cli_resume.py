@@ -1,4 +1,4 @@
-"""SageMakerCLI in a job with a checkpoint folder: what a restarted job resumes from, and what it finds there."""
+"""SageMakerCLI in a job with a checkpoint folder: the checkpoint from which a restarted job resumes."""
 
 from pathlib import Path
 
@@ -17,33 +17,33 @@ KEEP_LAST = "--trainer.callbacks={class_path: ModelCheckpoint, init_args: {save_
 
 @pytest.fixture
 def checkpoints(host):
-    """The checkpoint folder of a job on the only host."""
+    """The checkpoint folder of a job with one host."""
     folder = host.base_dir / "ck"
     host.configure(checkpoint={"LocalPath": str(folder)})
     return folder
 
 
 def fit(host, *arguments, epochs=1, **kwargs):
-    """Train up to an epoch, and return what the Trainer resumed from."""
+    """Train up to an epoch, and return the CLI and the checkpoint from which the Trainer resumed."""
     cli = host.start("fit", f"--trainer.max_epochs={epochs}", *QUIET, *arguments, **kwargs)
     return cli, cli.trainer.ckpt_path
 
 
 def interrupt(host, checkpoints, epochs):
-    """Train on, and leave what an interruption would leave, beyond the last periodic checkpoint."""
+    """Train on, and save a checkpoint as an interruption would, later than the last periodic one."""
     cli, _ = fit(host, "--trainer.enable_checkpointing=false", epochs=epochs)
     cli.trainer.save_checkpoint(checkpoints / "interrupted-step=4.ckpt")
     return str(checkpoints / "interrupted-step=4.ckpt")
 
 
 class TestCkptPath:
-    """What ckpt_path means in a job."""
+    """The meaning of ckpt_path in a job."""
 
     @pytest.mark.matrix
     @pytest.mark.parametrize("stated", [None, "null", "last"])
     @pytest.mark.parametrize("source", ["line", "file"])
     def test_the_newest_checkpoint(self, host, checkpoints, stated, source):
-        """Without ckpt_path, or with null or last, it is the latest valid checkpoint, also of an interruption."""
+        """Without ckpt_path, or with null or last, fit resumes from the latest valid checkpoint of any kind."""
         _, first = fit(host, KEEP_LAST)
         assert first is None
         interrupted = interrupt(host, checkpoints, epochs=2)
@@ -54,7 +54,7 @@ class TestCkptPath:
         assert cli.trainer.global_step == 6
 
     def test_a_restart_resumes_its_own_progress_and_not_the_users_file_again(self, host, checkpoints, caplog):
-        """A file that the user names is where the first attempt starts; a restart resumes from its own checkpoint."""
+        """The first attempt starts from the file that the user names; a restart resumes from the job's checkpoint."""
         caplog.set_level("INFO", "lightning_sm")
         cli, _ = fit(host, "--trainer.enable_checkpointing=false")
         stated = host.base_dir / "pretrained.ckpt"
@@ -68,14 +68,14 @@ class TestCkptPath:
         assert f"It takes precedence over ckpt_path={stated}." in caplog.text
 
     def test_a_file_that_the_user_names_wins_over_an_earlier_job(self, host, checkpoints, monkeypatch):
-        """What another job left at the same S3 address is continued only if the user names nothing else."""
+        """Another job's checkpoints at the same S3 address are used only if the user names no file."""
         for name, expected in (("job-1", None), ("job-2", checkpoints / "last.ckpt")):
             monkeypatch.setenv("TRAINING_JOB_NAME", name)
             _, found = fit(host, KEEP_LAST, *([] if expected is None else [f"--ckpt_path={expected}"]), epochs=2)
             assert found == (expected and str(expected))
 
     def test_last_beyond_the_folder(self, host, checkpoints):
-        """If the checkpoint folder has none, last is what Lightning finds, such as in another folder."""
+        """If the checkpoint folder is empty, last means what Lightning finds, for example in another folder."""
         keep = KEEP_LAST.replace("{save_last", f"{{dirpath: {host.base_dir / 'own'}, save_last")
         for expected in (None, str(host.base_dir / "own" / "last.ckpt")):
             _, found = fit(host, keep, "--ckpt_path=last", epochs=2)
@@ -83,7 +83,7 @@ class TestCkptPath:
 
     @pytest.mark.usefixtures("checkpoints")
     def test_what_the_job_found_is_not_saved(self, host):
-        """The configuration beside the model names no file that another job does not have."""
+        """The configuration beside the model does not name the checkpoint, which another job does not have."""
         for epochs in (1, 2):
             fit(host, epochs=epochs)
             assert yaml.safe_load((host.model_dir / "config.yaml").read_text())["ckpt_path"] is None
@@ -91,19 +91,19 @@ class TestCkptPath:
         assert found is not None
 
     def test_only_fit_resumes(self, host, checkpoints):
-        """Other subcommands use the weights that the user names."""
+        """Other subcommands do not resume, but use the weights that the user names."""
         fit(host)
         assert list(checkpoints.iterdir())
         assert host.start("validate", *QUIET).trainer.ckpt_path is None
 
     def test_hyperparameters_of_any_type_are_resumed(self, host, checkpoints):
-        """A checkpoint that is valid is also loaded, whatever objects the user has put into it."""
+        """A valid checkpoint is loaded, whatever objects the user has put into it."""
         fit(host, model=PathModel)
         cli, found = fit(host, model=PathModel, epochs=2)
         assert (Path(found).parent, cli.trainer.global_step) == (checkpoints, 4)
 
     def test_a_dry_run_starts_from_the_beginning(self, host, checkpoints):
-        """fast_dev_run tries one step, which there would not be after a resume."""
+        """fast_dev_run does not resume, because then there might be no step left to try."""
         fit(host)
         _, found = fit(host, "--trainer.fast_dev_run=true")
         assert found is None
@@ -118,7 +118,7 @@ class PathModel(SmallModel):
 
 
 class TuneTrainer(Trainer):
-    """Has a method of its own that trains."""
+    """Has an additional method that trains."""
 
     def tune(self, model, datamodule=None):
         """Train.
@@ -131,23 +131,23 @@ class TuneTrainer(Trainer):
 
 
 class TuneCLI(SageMakerCLI):
-    """Has a subcommand of its own that trains."""
+    """Has an additional subcommand that trains."""
 
     @staticmethod
     def subcommands():
-        """Add it to Lightning's."""
+        """Add ``tune`` to Lightning's subcommands."""
         return {**SageMakerCLI.subcommands(), "tune": {"model", "datamodule"}}
 
 
 class TemplateCLI(SageMakerCLI):
-    """Chooses the arguments of fit by itself, as a public template does."""
+    """Overrides the arguments of fit, as a public template does."""
 
     def _prepare_subcommand_kwargs(self, subcommand):
         return {"model": self.model, "datamodule": self.datamodule}
 
 
 class TestWhateverStartsFit:
-    """However the script comes to fit, a restarted job resumes."""
+    """A restarted job resumes, however its script starts fit."""
 
     @staticmethod
     def by_script(host):
@@ -158,17 +158,17 @@ class TestWhateverStartsFit:
 
     @staticmethod
     def by_subcommand(host):
-        """Run a subcommand of the script's own."""
+        """Run the script's additional subcommand."""
         return host.start("tune", "--trainer.max_epochs=2", *QUIET, cli=TuneCLI, trainer_class=TuneTrainer).trainer
 
     @staticmethod
     def by_template(host):
-        """Run fit with arguments of the script's own."""
+        """Run fit with overridden arguments."""
         return fit(host, epochs=2, cli=TemplateCLI)[0].trainer
 
     @staticmethod
     def by_callback(host):
-        """Use our callback with a Trainer of Lightning's."""
+        """Use SpotCheckpoint with Lightning's Trainer."""
         folder = host.base_dir / "ck"
         host.new_process()
         trainer = make_trainer(max_epochs=2, callbacks=[SpotCheckpoint(folder)], default_root_dir=host.base_dir)
@@ -187,7 +187,7 @@ class TestWhateverStartsFit:
         assert f"Resuming from {path}" in caplog.text
 
     def test_each_fit_of_a_script_resumes_from_its_own_checkpoints(self, host, checkpoints):
-        """A script that trains twice does not take the first training's checkpoint for one of the second."""
+        """A second training in one script does not resume from the checkpoint of the first."""
 
         def run(epochs):
             steps = []
@@ -207,7 +207,7 @@ class TestWhateverStartsFit:
 
     @pytest.mark.parametrize("has_checkpoint_dir", [True, False])
     def test_nothing_to_resume_from(self, host, caplog, has_checkpoint_dir):
-        """A first attempt, or a job without a checkpoint folder, starts from the beginning without a word."""
+        """A first attempt, or a job without a checkpoint folder, starts from the beginning without logging a resume."""
         caplog.set_level("INFO", "lightning_sm")
         host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")} if has_checkpoint_dir else None)
         _, found = fit(host)
@@ -224,13 +224,13 @@ class OwnCheckpoint(SmallModel):
 
 
 class TestFoldersOfInstances:
-    """A ModelCheckpoint that the script makes, which has made its folder absolute."""
+    """ModelCheckpoints that the script creates, which have made their folders absolute."""
 
     @pytest.mark.matrix
     @pytest.mark.parametrize("way", ["defaults", "model"])
     @pytest.mark.parametrize("has_checkpoint_dir", [True, False])
     def test_a_relative_folder(self, host, caplog, way, has_checkpoint_dir):
-        """It is moved below the checkpoint folder, from which the job resumes, else below the host's; once said."""
+        """A relative folder is moved below the checkpoint folder, if any, else the host's, and is logged once."""
         caplog.set_level("INFO", "lightning_sm")
         host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")} if has_checkpoint_dir else None)
         callback = ModelCheckpoint(dirpath="ckpts", save_last=True)
@@ -245,7 +245,7 @@ class TestFoldersOfInstances:
 
     @pytest.mark.parametrize("way", ["script", "configuration"])
     def test_an_absolute_folder_below_the_working_directory(self, host, checkpoints, way):
-        """It is moved like a relative one, from which nobody can tell it, wherever it is stated."""
+        """An absolute folder below the working directory is moved, because it may have been relative."""
         folder = Path.cwd() / "ckpts"
         callback = f"--trainer.callbacks={{class_path: ModelCheckpoint, init_args: {{dirpath: {folder}}}}}"
         if way == "script":
@@ -258,7 +258,7 @@ class TestFoldersOfInstances:
     @pytest.mark.parametrize("here", ["code", "", "/"])
     @pytest.mark.parametrize("folder", ["{base}/ck/sub", "{base}/own", "/fsx/ck", "memory://ck"])
     def test_another_folder(self, host, checkpoints, monkeypatch, here, folder):
-        """The job's folders, absolute ones elsewhere and addresses stay, also below the working directory."""
+        """The job's folders, absolute ones elsewhere and addresses are kept, even below the working directory."""
         monkeypatch.chdir(checkpoints.parent.parent / here)
         dirpath = folder.format(base=host.base_dir)
         callback = ModelCheckpoint(dirpath=dirpath)
@@ -268,7 +268,7 @@ class TestFoldersOfInstances:
     @pytest.mark.matrix(first=1)
     @pytest.mark.parametrize("here", ["code", "checkpoints", ""])
     def test_a_working_directory_among_the_jobs_folders(self, host, checkpoints, monkeypatch, here):
-        """The code's folder is no place for checkpoints; the checkpoint folder is, and in base_dir nobody can tell."""
+        """A dirpath below the code's folder is moved; one below the checkpoint folder or base_dir is kept."""
         host.configure(checkpoint={"LocalPath": str(host.base_dir / "checkpoints")})
         (host.base_dir / here).mkdir(exist_ok=True)
         monkeypatch.chdir(host.base_dir / here)
@@ -278,7 +278,7 @@ class TestFoldersOfInstances:
 
 
 def test_a_job_that_writes_to_an_object_store_is_told_that_nothing_resumes_from_there(host, caplog):
-    """The job's checkpoint folder is the place from which it resumes."""
+    """A dirpath in an object store logs a warning, because a job resumes only from its checkpoint folder."""
     store = f"memory://{host.base_dir.parent.name}"
     fit(host, f"--trainer.callbacks={{class_path: ModelCheckpoint, init_args: {{dirpath: '{store}'}}}}")
     assert caplog.text.count(f"No attempt of the job resumes from {store}, the dirpath of a callback.") == 1

@@ -1,4 +1,4 @@
-"""SageMakerEnvironment in real processes: plain ones, torchrun's, ddp_spawn's, and jobs that must fail at once."""
+"""SageMakerEnvironment in real processes: plain, torchrun and ddp_spawn, and jobs that must fail at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.integration.rank_launchers import torchrun
 
 pytestmark = pytest.mark.processes
 
-# Left over from elsewhere, and wrong in this job.
+# Stale rank variables, which are wrong in this job.
 STRAYS = {"NODE_RANK": "7", "LOCAL_RANK": "3", "RANK": "5", "WORLD_SIZE": "9", "MASTER_ADDR": "192.0.2.1"}
 STAGES = ("1 fit", "1 test", "2 fit")
 
@@ -28,18 +28,18 @@ def hosts(tmp_path):
 
 
 def _torchrun(hosts, order, *arguments):
-    """The torchrun of each host, with node ranks in the given order, and two ranks each."""
+    """Return each host's torchrun command, with node ranks in the given order and two ranks per host."""
     return torchrun(hosts, order, script(*arguments), processes=2)
 
 
 def _in_group_at_exit(hosts):
-    """Whether each process still had a process group after all exit handlers."""
+    """Return, for each process, whether it still had a process group after all exit handlers."""
     return [json.loads(path.read_text())["in_group"] for path in hosts.folder.glob("*/output/end-*.json")]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """One process on each of two hosts, two devices, two Trainers in a row, amid stray variables."""
+    """A job of two hosts with two devices each, two Trainers in a row, and stale rank variables."""
     hosts = Hosts(tmp_path_factory.mktemp("plain"))
     command = script("meet.py", {"devices": 2}, "fit,test", "fit")
     return hosts, hosts.run(dict.fromkeys(hosts.names, command), STRAYS)
@@ -64,20 +64,20 @@ def test_plain_processes_form_one_world_in_every_stage(plain, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_rank_variables_are_those_that_torchrun_would_set(plain, stage):
-    """Each rank knows RANK and its kin, and no local rank has inherited those of the process that started it."""
+    """Each rank has RANK and the like, and no local rank inherits them from the process that started it."""
     hosts, _ = plain
     check_rank_variables(hosts.seen(stage), devices=2)
     assert [rank["inherited"] for rank in hosts.seen(stage)] == [STRAYS["RANK"], None] * 2
 
 
 def test_main_address_and_port_are_those_of_the_first_host(plain):
-    """Every rank connects to the first host in sorted order, at the port that follows from the job."""
+    """Every rank connects to the first host in sorted order, at the port that is derived from the job."""
     hosts, _ = plain
     assert {(rank["address"], rank["port"]) for rank in hosts.seen()} == {("127.0.0.2", str(hosts.main_port))}
 
 
 def test_stray_rank_variables_are_ignored_and_named(plain):
-    """Each host warns once of the rank variables that nobody in this job set."""
+    """Each host warns once about rank variables that nothing in this job has set."""
     _, ended = plain
     for end in ended.values():
         assert end.output.count("Ignoring ") == 1
@@ -85,7 +85,7 @@ def test_stray_rank_variables_are_ignored_and_named(plain):
 
 
 def test_processes_leave_their_group_before_the_interpreter_ends(plain):
-    """No rank takes its process group into the interpreter's shutdown, where Gloo's threads may abort it."""
+    """Every rank destroys its process group before the interpreter's shutdown, when Gloo's threads might abort it."""
     hosts, _ = plain
     assert _in_group_at_exit(hosts) == [False] * 4
 
@@ -103,14 +103,14 @@ def test_table_of_hosts_is_printed_once(plain):
 
 
 def test_interface_of_the_job_reaches_all_ranks(plain):
-    """The job's network interface exists here, so that every rank tells Gloo to use it."""
+    """Every rank makes Gloo use the job's network interface, which exists on this machine."""
     hosts, _ = plain
     assert Counter(rank["interface"] for rank in hosts.seen("1 fit")) == {"lo": 4}
 
 
 @pytest.mark.proof
 def test_ranks_need_no_prepared_process(hosts):
-    """With a Trainer that just gets the environment, the same four ranks meet in two runs, and no variable is set."""
+    """With a plain Trainer and the environment, the same four ranks meet in two fits, and no variable is set."""
     command = script("meet.py", {"devices": 2}, "fit", "fit")
     ended = hosts.run(dict.fromkeys(hosts.names, command), {"UNPREPARED": "1"})
     assert [ended[host].code for host in hosts.names] == [0, 0]
@@ -127,8 +127,8 @@ def test_ranks_need_no_prepared_process(hosts):
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("order", [("algo-1", "algo-2"), ("algo-2", "algo-1")])
 def test_torchrun_decides_on_ranks_and_main_address(hosts, order):
-    """Ranks, main address and port are torchrun's, also where it orders the hosts differently."""
-    # No address is known by name: torchrun's own main address must do.
+    """Ranks, main address and port are torchrun's, even if it orders the hosts differently."""
+    # No host name resolves to an address here, so only torchrun's main address can work.
     ended = hosts.run(_torchrun(hosts, order, "meet.py", {"devices": 2}, "fit"), {"LIGHTNING_SM_HOST_ADDRESSES": "{}"})
     assert [ended[host].code for host in hosts.names] == [0, 0]
     seen = hosts.seen()
@@ -147,7 +147,7 @@ def test_torchrun_decides_on_ranks_and_main_address(hosts, order):
 
 @pytest.mark.proof
 def test_torchrun_of_one_host_alone_is_refused(hosts):
-    """A torchrun that was not told of the other host fails with the table of hosts instead of training apart."""
+    """A torchrun that was not told about the other host fails with the table of hosts instead of training alone."""
     (end,) = hosts.run(_torchrun(hosts, ("algo-2",), "meet.py", {"devices": 2}, "fit")).values()
     assert end.code == 1
     assert (
@@ -159,7 +159,7 @@ def test_torchrun_of_one_host_alone_is_refused(hosts):
 
 @pytest.mark.proof
 def test_spawned_workers_get_their_own_ranks(hosts):
-    """With ddp_spawn the workers take over the pickled environment, and each still has a rank of its own."""
+    """With ddp_spawn, workers get the pickled environment, and each still has a different rank."""
     command = script("meet.py", {"devices": 2, "strategy": "ddp_spawn"}, "fit")
     ended = hosts.run(dict.fromkeys(hosts.names, command))
     assert [ended[host].code for host in hosts.names] == [0, 0]
@@ -171,7 +171,7 @@ def test_spawned_workers_get_their_own_ranks(hosts):
     ]
     check_rank_variables(hosts.seen(), devices=2)
     assert ended["algo-1"].output.count("main address algo-1") == 1
-    # Those of the parents, too, which never had a group.
+    # Four workers, and their two parents, which never had a group.
     assert _in_group_at_exit(hosts) == [False] * 6
 
 
@@ -214,7 +214,7 @@ def test_trainer_settings_that_contradict_the_cluster_are_refused_at_once(hosts,
 
 @pytest.mark.proof
 def test_contradiction_ends_the_job(hosts):
-    """A script that asks for a third host fails on every host within seconds, with the error as its last words."""
+    """A script that asks for a third host fails on every host within seconds, with an error about num_nodes."""
     ended = hosts.run(dict.fromkeys(hosts.names, script("meet.py", {"num_nodes": 3, "devices": 1}, "fit")))
     failed = [end for end in ended.values() if end.code is not None]
     assert failed
@@ -224,7 +224,7 @@ def test_contradiction_ends_the_job(hosts):
 
 
 def test_training_alone_by_mistake_is_an_error(hosts):
-    """With num_nodes=1 and one device Lightning never asks the environment; the fit ends before its first step."""
+    """With num_nodes=1 and one device, Lightning never asks the environment, so fit fails before its first step."""
     ended = hosts.run({"algo-2": script("meet.py", {"num_nodes": 1, "devices": 1}, "fit")})
     assert ended["algo-2"].code == 1
     last_words = ended["algo-2"].output[-2500:]
@@ -234,7 +234,7 @@ def test_training_alone_by_mistake_is_an_error(hosts):
 
 
 def test_taken_main_port_ends_the_job_at_once(hosts):
-    """Rank 0 fails with the number of the port while another process listens on it."""
+    """Rank 0 fails with an error that names the port if another process listens on it."""
     with socket.create_server(("", hosts.main_port)):
         ended = hosts.run(dict.fromkeys(hosts.names, script("meet.py", {"devices": 1}, "fit")))
     assert ended["algo-1"].code == 1
@@ -249,7 +249,7 @@ def test_taken_main_port_ends_the_job_at_once(hosts):
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to replace /etc/hosts for one process")
 def test_name_that_resolves_later_is_waited_for(hosts, tmp_path):
-    """A host whose main host is unknown says which host it waits for, and continues when the name resolves."""
+    """A host that cannot resolve the main host logs the name that it waits for, and continues once it resolves."""
     names = tmp_path / "names"
     names.write_text("127.0.0.1 localhost\n")
     mount = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(names)]

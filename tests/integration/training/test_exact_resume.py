@@ -1,4 +1,4 @@
-"""A job that is interrupted within an epoch and resumes: it ends with what an undisturbed job has, bit by bit."""
+"""A job that is interrupted within an epoch and resumes matches an undisturbed job, bit by bit."""
 
 import contextlib
 import copy
@@ -38,7 +38,7 @@ MID_EPOCH = ("on_train_batch_start", NUM_STEPS + 4)
 
 
 class Net(LightningModule):
-    """Two layers with dropout, whose order of samples is random; notes the steps of this process."""
+    """Two layers with dropout and a random sample order; records the steps of this process."""
 
     def __init__(self, lr=0.01, batch_size=BATCH_SIZE):
         super().__init__()
@@ -69,12 +69,12 @@ class Job:
         self.begin("checkpoints")
 
     def begin(self, name):
-        """Begin another job, whose checkpoint folder is empty."""
+        """Start another job, with an empty checkpoint folder."""
         self.checkpoints = self.host.base_dir / name
         self.host.configure(checkpoint={"LocalPath": str(self.checkpoints), "S3Uri": "s3://bucket/checkpoints"})
 
     def fit(self, model, *callbacks, strategy=SingleDeviceStrategy, **settings):
-        """One attempt of a script that trains three epochs; returns the model."""
+        """Run one attempt of a script that trains three epochs, and return the model."""
         self.host.new_process()
         seed_everything(0, verbose=False)
         model = model()
@@ -85,13 +85,13 @@ class Job:
         return model
 
     def fit_twice(self, model, *callbacks, at=MID_EPOCH, make=tuple, **settings):
-        """Return the model of an undisturbed job, and that of one which is interrupted once.
+        """Return the models of an undisturbed job and of a job that is interrupted once.
 
         Args:
-            model: Makes the model.
-            callbacks: Callbacks of both.
-            at: Hook, and the number of its call.
-            make: Makes further callbacks, for each attempt.
+            model: Creates the model.
+            callbacks: Callbacks of both jobs.
+            at: Hook, and the number of its call, at which the job is interrupted.
+            make: Creates further callbacks for each attempt.
             settings: Arguments of the Trainer.
         """
         self.begin("undisturbed")
@@ -109,7 +109,7 @@ def job(host):
 
 
 def check_equal(undisturbed, resumed):
-    """The weights are the same, and the resumed attempt has made the last steps of the undisturbed one."""
+    """Check that weights are equal and that the resumed attempt made the last steps of the undisturbed one."""
     for ours, theirs in zip(resumed.parameters(), undisturbed.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert 0 < len(resumed.steps) < len(undisturbed.steps)
@@ -117,17 +117,17 @@ def check_equal(undisturbed, resumed):
 
 
 class AfterSetup(SingleDeviceStrategy):
-    """Loads checkpoints when everything is set up, as the sharded strategies do."""
+    """Loads checkpoints after setup, as the sharded strategies do."""
 
     restore_checkpoint_after_setup = True
 
 
 class TestSearches:
-    """LearningRateFinder and BatchSizeFinder, which train before the fit, and then load what was before."""
+    """LearningRateFinder and BatchSizeFinder, which train before the fit and then restore the state before it."""
 
     @pytest.mark.parametrize("strategy", [SingleDeviceStrategy, AfterSetup])
     def test_a_learning_rate(self, job, caplog, strategy):
-        """A resumed fit searches no learning rate again, and has the one that was found."""
+        """A resumed fit does not search for a learning rate again, and uses the one that was found."""
         caplog.set_level(logging.INFO, "lightning_sm")
 
         def finder():
@@ -139,7 +139,7 @@ class TestSearches:
         assert f"LearningRateFinder does not search again: training resumes with lr={resumed.lr}." in caplog.messages
 
     def test_a_batch_size(self, job):
-        """A resumed fit searches no batch size again, and has the one that was found."""
+        """A resumed fit does not search for a batch size again, and uses the one that was found."""
 
         def finder():
             return [BatchSizeFinder(init_val=2, steps_per_trial=2, max_trials=1)]
@@ -149,7 +149,7 @@ class TestSearches:
         check_equal(undisturbed, resumed)
 
     def test_a_search_where_nothing_is_resumed(self, job):
-        """The finder of a first attempt searches once, also where the strategy loads checkpoints later."""
+        """In a first attempt, the finder searches once, even if the strategy loads checkpoints after setup."""
         finder = LearningRateFinder(min_lr=1e-4, max_lr=1e-2, num_training_steps=20)
         job.fit(Net, finder, strategy=AfterSetup)
         assert finder.optimal_lr is not None
@@ -157,7 +157,7 @@ class TestSearches:
         assert job.trainer.global_step == 3 * NUM_STEPS
 
     def test_a_checkpoint_without_what_was_found(self, job, caplog):
-        """Where training resumes from the user's file, which has no batch size, a warning says so."""
+        """If training resumes from the user's file, which has no batch size, a warning is logged."""
         job.fit(Net)
         job.trainer.save_checkpoint(file := job.checkpoints.parent / "own.ckpt")
         job.begin("next")
@@ -171,14 +171,14 @@ class TestSearches:
 
 
 class Wide(Net):
-    """Another model."""
+    """A model with other shapes."""
 
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(2, 9), torch.nn.Dropout(0.2), torch.nn.Linear(9, 1)).double()
 
 
-# The beginning of all scripts: what makes a Trainer, what trains, and the file with the result of a stage.
+# The beginning of all scripts: ``make`` creates a Trainer, and ``train`` fits it.
 STAGES = """
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -232,9 +232,9 @@ class TestSeveralTrainers:
 
     @pytest.fixture
     def attempt(self, job, tmp_path, monkeypatch):
-        """Run an attempt of a script; returns at which step each fit of it has started."""
+        """Run an attempt of a script, and return the step at which each of its fits starts."""
         job.host.script = None
-        monkeypatch.setattr(fits, "_LIBRARIES", (*fits._LIBRARIES, str(REPOSITORY)))  # the lines of the tests
+        monkeypatch.setattr(fits, "_LIBRARIES", (*fits._LIBRARIES, str(REPOSITORY)))  # skip the lines of the tests
         monkeypatch.setenv("TRAINING_JOB_NAME", "job-1")
 
         def attempt(script, interrupted=None):
@@ -253,13 +253,13 @@ class TestSeveralTrainers:
         "script", [ON_TWO_LINES, IN_A_LOOP, IN_A_COMPREHENSION], ids=["on two lines", "in a loop", "in a comprehension"]
     )
     def test_a_stage_that_is_skipped(self, attempt, tmp_path, script):
-        """A restart that skips the first stage resumes the second one, never from the first one's checkpoints."""
+        """A restart that skips the first stage resumes the second one, and never from the first one's checkpoints."""
         assert attempt(script, interrupted=1) == [0, 0]
         assert attempt(script) == [8]
 
     @pytest.mark.parametrize("script", [ON_TWO_LINES, IN_A_LOOP], ids=["on two lines", "in a loop"])
     def test_a_stage_that_had_saved_nothing(self, attempt, job, script):
-        """It starts from the beginning, and not from the checkpoints of the other one."""
+        """A stage without checkpoints starts from the beginning, not from the other stage's checkpoints."""
         attempt(script, interrupted=1)
         for path in job.checkpoints.glob("interrupted-*"):
             path.unlink()
@@ -269,17 +269,17 @@ class TestSeveralTrainers:
         assert attempt(script) == [0]
 
     def test_stages_that_are_all_made_again(self, attempt):
-        """A fit that has ended does not train again, and the next one resumes where it was."""
+        """A completed fit does not train again, and the next one resumes where it was."""
         assert attempt(ALL_AGAIN, interrupted=1) == [0, 0]
         assert attempt(ALL_AGAIN) == [8]
 
     def test_models_in_a_loop(self, attempt):
-        """The class of the model tells the Trainers of one line apart."""
+        """Trainers that are created on the same line are told apart by the class of the model."""
         assert attempt(MODELS, interrupted=1) == [0, 0]
         assert attempt(MODELS) == [8]
 
     def test_a_first_attempt_says_nothing(self, attempt, caplog):
-        """The second Trainer of a script finds the checkpoints of the first one without a word."""
+        """In a first attempt, the second Trainer of a script logs nothing about the first one's checkpoints."""
         caplog.set_level(logging.INFO, "lightning_sm")
         assert attempt(ALL_AGAIN) == [0, 0]
         assert not [
@@ -287,14 +287,14 @@ class TestSeveralTrainers:
         ]
 
     def test_a_job_with_an_edited_script(self, attempt, monkeypatch):
-        """A job that continues another one resumes, although the line that makes its only Trainer has moved."""
+        """A job that continues another one resumes, although the line that creates its only Trainer has moved."""
         script = "train(make(0, max_epochs=3), Net())"
         attempt(script, interrupted=0)
         monkeypatch.setenv("TRAINING_JOB_NAME", "job-2")
         assert attempt("# edited\n" + script) == [8]
 
     def test_a_job_with_an_edited_script_of_several_trainers(self, attempt, monkeypatch):
-        """Where the checkpoints of an earlier job are of several Trainers, and none is of this line, it is an error."""
+        """Resuming fails if an earlier job's checkpoints are of several Trainers, none of which is on this line."""
         attempt(ON_TWO_LINES, interrupted=1)
         monkeypatch.setenv("TRAINING_JOB_NAME", "job-2")
         with pytest.raises(CheckpointError, match=r"has a checkpoint of fit 1 of the Trainer of .* this is fit 1"):
@@ -302,7 +302,7 @@ class TestSeveralTrainers:
 
 
 class Curriculum(Net):
-    """Weighs the loss by the epoch and by a random number, both of which are set when an epoch starts."""
+    """Weights the loss by the epoch and by a random number, which are set when an epoch starts."""
 
     scale = 1.0
 
@@ -320,7 +320,7 @@ class Curriculum(Net):
 
 
 class CurriculumOfCallback(Callback):
-    """The same by a callback, which counts the epochs in its state."""
+    """Sets the scale of the loss from a callback, which counts the epochs in its state."""
 
     def __init__(self):
         self.num_epochs, self.scales = 0, []
@@ -338,14 +338,14 @@ class CurriculumOfCallback(Callback):
 
 
 class Scaled(Curriculum):
-    """Whose scale a callback sets."""
+    """A ``Curriculum`` whose scale a callback sets."""
 
     def on_train_epoch_start(self):
-        """Not here."""
+        """Leave the scale to the callback."""
 
 
 class Validated(Net):
-    """Is validated and tested; its metric gets worse."""
+    """A model with validation and test, whose metric gets worse."""
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", float(self.current_epoch))
@@ -360,13 +360,13 @@ class Validated(Net):
 
 
 class TestAFitThatHadEnded:
-    """An interruption in what follows the fit."""
+    """Interruptions after fit."""
 
     @pytest.mark.parametrize(
         "settings", [{"max_epochs": 9}, {"max_epochs": 9, "val_check_interval": 0.5}, {"max_epochs": 2}]
     )
     def test_it_does_not_train_any_further(self, job, settings):
-        """However often the test is interrupted, the fit stays as it ended: by EarlyStopping or by max_epochs."""
+        """A fit that EarlyStopping or max_epochs ended trains no further, however often the test is interrupted."""
 
         def attempt(*callbacks):
             model = job.fit(Validated, EarlyStopping("val_loss", patience=2), *callbacks, **settings)
@@ -386,7 +386,7 @@ class TestAFitThatHadEnded:
         assert (model.steps, results) == ([], expected)
 
     def test_another_job_goes_on(self, job, monkeypatch):
-        """A job that continues another one is not bound by how that one ended."""
+        """A job that continues another one trains on, even if the other one was stopped early."""
         for name, callbacks in (("job-1", [EarlyStopping("val_loss", patience=2)]), ("job-2", [])):
             monkeypatch.setenv("TRAINING_JOB_NAME", name)
             model = job.fit(Validated, *callbacks, max_epochs=6)
@@ -394,7 +394,7 @@ class TestAFitThatHadEnded:
 
 
 class Teacher(Net):
-    """Takes a copy of itself as a teacher when an epoch starts, halves the learning rate, and starts Adam anew."""
+    """Copies itself as a teacher when an epoch starts, halves the learning rate, and resets Adam."""
 
     def __init__(self):
         super().__init__()
@@ -414,7 +414,7 @@ class Teacher(Net):
 
 
 class Backbone(Net):
-    """Has a part that is trained later than the rest."""
+    """Has a backbone that is trained later than the head."""
 
     def __init__(self):
         super().__init__()
@@ -425,7 +425,7 @@ class Backbone(Net):
 
 
 class TestEpochStart:
-    """What on_train_epoch_start sets, which Lightning does not call again."""
+    """Values that on_train_epoch_start sets, which Lightning does not call again in a resumed epoch."""
 
     @pytest.mark.parametrize("at", [MID_EPOCH, ("on_validation_batch_start", NUM_STEPS + 2)])
     def test_a_curriculum_of_the_model(self, job, at):
@@ -435,7 +435,7 @@ class TestEpochStart:
         check_equal(undisturbed, resumed)
 
     def test_a_curriculum_of_a_callback(self, job):
-        """It is called again with the state that it had before."""
+        """A resumed epoch calls the callback again with the state that it had before."""
         check_equal(*job.fit_twice(Scaled, make=lambda: [CurriculumOfCallback()]))
 
     @pytest.mark.parametrize("at", [MID_EPOCH, ("on_train_batch_start", 2 * NUM_STEPS + 2)])
@@ -449,7 +449,7 @@ class TestEpochStart:
         assert job.trainer.global_step == NUM_STEPS + NUM_STEPS // 3 + NUM_STEPS // 2
 
     def test_what_the_checkpoint_restores(self, job):
-        """A hook that copies weights, changes the learning rate and drops the optimizer's state does so once."""
+        """A hook that copies weights, changes the learning rate and drops the optimizer's state takes effect once."""
         undisturbed, resumed = job.fit_twice(Teacher)
         check_equal(undisturbed, resumed)
         assert resumed.num_epochs == undisturbed.num_epochs == 3
@@ -458,7 +458,7 @@ class TestEpochStart:
         "at", [("on_train_batch_start", NUM_STEPS + 3), ("on_train_batch_start", 2 * NUM_STEPS + 3)]
     )
     def test_averaged_weights(self, job, at):
-        """StochasticWeightAveraging goes on with its schedule in the epoch that resumes."""
+        """StochasticWeightAveraging continues its schedule in a resumed epoch."""
 
         def averaging():
             return [StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1, annealing_epochs=3)]
@@ -467,7 +467,7 @@ class TestEpochStart:
 
     @pytest.mark.parametrize("epoch", [1, 2])
     def test_a_backbone(self, job, epoch):
-        """What was unfrozen before the interruption is trained after it."""
+        """Layers that were unfrozen before the interruption are trained after it."""
 
         def finetuning():
             return [BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda _: 1.5)]
@@ -478,7 +478,7 @@ class TestEpochStart:
 
 
 class ByHand(Net):
-    """Accumulates the gradients of four batches by itself, across the ends of epochs."""
+    """Accumulates gradients over four batches manually, across the ends of epochs."""
 
     def __init__(self):
         super().__init__()
@@ -501,15 +501,15 @@ class ByHand(Net):
 
 
 class TestGradients:
-    """Gradients that are accumulated when a checkpoint is saved."""
+    """Accumulated gradients in checkpoints."""
 
     @pytest.mark.parametrize("batch", [1, 2, 3, 4, 6, 7])
     def test_of_manual_optimization(self, job, batch):
-        """No gradient is lost, whichever batches an interruption comes between."""
+        """With manual optimization, no gradient is lost, whichever batches an interruption falls between."""
         check_equal(*job.fit_twice(ByHand, at=("on_train_batch_start", batch + 1), max_epochs=4))
 
     def test_that_are_left_at_the_end_of_an_epoch(self, job):
-        """A periodic checkpoint of the end of an epoch has the gradients of its last batches."""
+        """A periodic checkpoint at the end of an epoch has the gradients of the last batches."""
         job.begin("undisturbed")
         undisturbed = job.fit(ByHand, max_epochs=4)
         job.begin("killed")
@@ -517,7 +517,7 @@ class TestGradients:
         check_equal(undisturbed, job.fit(ByHand, max_epochs=4))
 
     def test_of_a_checkpoint_within_an_accumulation(self, job):
-        """A periodic checkpoint of a validation within a step's batches has the gradients of those before."""
+        """A periodic checkpoint at a validation within an accumulation has the gradients of the batches before."""
         settings = {"accumulate_grad_batches": 4, "val_check_interval": 5, "num_sanity_val_steps": 0}
 
         def keep():
@@ -532,14 +532,14 @@ class TestGradients:
         check_equal(undisturbed, job.fit(Validated, *keep(), **settings))
 
     def test_there_are_none_after_a_step(self, job):
-        """Where nothing accumulates, checkpoints do not grow."""
+        """Without accumulation, checkpoints contain no gradients."""
         job.fit(Net)
         for path in job.checkpoints.glob("*.ckpt"):
             assert torch.load(path, weights_only=True)["lightning_sm.mid_epoch"]["gradients"] == {}
 
 
 class DrawsAtEpochEnds(Net):
-    """Draws in the hooks at both ends of an epoch; what it draws first decides how much the epoch's steps learn."""
+    """Draws random numbers at both ends of an epoch; the first one scales the loss of the epoch's steps."""
 
     def on_train_epoch_start(self):
         self.share = float(torch.rand(()))
@@ -555,7 +555,7 @@ class TestRandomNumbers:
     """Random numbers of the training process."""
 
     def test_of_hooks_after_a_checkpoint_of_an_epochs_end(self, job):
-        """They and the order of the next epoch come in the same turn as without an interruption."""
+        """Hooks and the next epoch's sample order draw the same random numbers as without an interruption."""
         job.begin("undisturbed")
         undisturbed = job.fit(DrawsAtEpochEnds)
         job.begin("stopped")
@@ -563,13 +563,13 @@ class TestRandomNumbers:
         check_equal(undisturbed, job.fit(DrawsAtEpochEnds))
 
     def test_after_a_validation(self, job):
-        """The count of a validation's batches, which a resume does not repeat, draws none."""
+        """Counting a validation's batches, which a resume does not repeat, draws no random numbers."""
         settings = {"val_check_interval": 3, "num_sanity_val_steps": 0, "enable_checkpointing": False}
         check_equal(*job.fit_twice(Validated, at=("on_train_batch_start", NUM_STEPS + 4), **settings))
 
 
 class Fail(Interrupt):
-    """Fail in the n-th call of a hook."""
+    """Fails in the n-th call of a hook."""
 
     def __init__(self, hook, number):
         super().__init__(hook, number)
@@ -592,11 +592,11 @@ class EndsBatches(Net):
 
 
 class TestAPeriodicCheckpointOfTheSameStep:
-    """An interruption that comes while a ModelCheckpoint saves."""
+    """An interruption while a ModelCheckpoint saves."""
 
     @pytest.mark.parametrize("settings", [{"save_last": True}, {}])
     def test_it_is_that_of_the_interruption(self, job, tmp_path, monkeypatch, settings):
-        """The step is not saved again, and the launcher waits for the upload of the checkpoint that has it."""
+        """The step is not saved again, and the launcher waits for the upload of ModelCheckpoint's file."""
         (control := tmp_path / "control").mkdir()
         monkeypatch.setenv(CONTROL_DIR.name, str(control))
 
@@ -613,7 +613,7 @@ class TestAPeriodicCheckpointOfTheSameStep:
 
     @pytest.mark.parametrize("model", [EndsBatches])
     def test_it_is_not_if_something_changed_since(self, job, model):
-        """What comes after the checkpoint, in the same step, is not lost."""
+        """Changes after the checkpoint, in the same step, are not lost."""
 
         def keep():
             return [ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)]
@@ -622,7 +622,7 @@ class TestAPeriodicCheckpointOfTheSameStep:
         assert list(job.checkpoints.glob("interrupted-*-step=8.ckpt"))
 
     def test_it_is_not_if_it_lies_elsewhere(self, job, tmp_path):
-        """Resuming looks in the checkpoint folder only."""
+        """A checkpoint elsewhere does not count, because a job resumes only from its checkpoint folder."""
 
         def keep():
             return [ModelCheckpoint(tmp_path / "elsewhere", every_n_train_steps=4, save_top_k=-1)]
@@ -632,7 +632,7 @@ class TestAPeriodicCheckpointOfTheSameStep:
 
 
 class Logged(Validated):
-    """Logs a value over an epoch."""
+    """Logs the loss per step and per epoch."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -641,7 +641,7 @@ class Logged(Validated):
 
 
 class Notes(Callback):
-    """Notes the last validation's value as each batch sees it."""
+    """Records the last validation's metric as seen at the start of each batch."""
 
     def __init__(self):
         self.values = {}
@@ -651,11 +651,11 @@ class Notes(Callback):
 
 
 class TestMetrics:
-    """Values of the epoch, and those of the last validation."""
+    """Metrics of the epoch and of the last validation."""
 
     @pytest.mark.parametrize("at", [MID_EPOCH, ("on_train_batch_start", NUM_STEPS + 2)])
     def test_those_of_the_last_validation_are_there(self, job, at):
-        """A ReduceLROnPlateau or a ModelCheckpoint that comes next looks at one."""
+        """A resumed fit has the last validation's metrics, which ReduceLROnPlateau or ModelCheckpoint may need."""
         notes = []
 
         def note():
@@ -669,12 +669,12 @@ class TestMetrics:
 
     @pytest.mark.parametrize("at", [MID_EPOCH, ("on_validation_batch_start", 2 * NUM_STEPS + 3)])
     def test_the_log_says_that_those_of_the_epoch_cover_a_part(self, job, caplog, at):
-        """What was logged and collected before the interruption is not saved."""
+        """A resumed epoch logs that its metrics cover only the remaining batches: earlier values are not saved."""
         job.fit_twice(Logged, at=at, val_check_interval=3, num_sanity_val_steps=0)
         assert caplog.text.count("its metrics cover only the remaining batches") == 1
 
     def test_a_fit_that_had_ended_has_its_last_values(self, job):
-        """A script that reads a metric after fit finds it, although a restart does not train any further."""
+        """A script finds its metrics after a completed fit, even if a restart does not train any further."""
         job.fit(Logged)
         expected = {name: value.item() for name, value in job.trainer.callback_metrics.items()}
         job.fit(Logged)

@@ -52,10 +52,10 @@ trainer.fit(model)
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("failing", [1, 0])
 def test_one_rank_fails_and_saves_nothing(tmp_path, failing):
-    """The traceback is printed, and the process ends by itself: it waits for no other rank to save a checkpoint."""
+    """A failing rank prints its traceback and exits without waiting for another rank to save a checkpoint."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(_SCRIPT))
-    hosts = Hosts(tmp_path / "hosts")  # keeps the port
+    hosts = Hosts(tmp_path / "hosts")  # reserves the port
     env = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -92,11 +92,11 @@ torch.distributed.destroy_process_group = destroy
     ("failure", "code"), [("sys.exit(9)", 9), ("raise ValueError('a bad sample')", 1)], ids=["sys.exit", "exception"]
 )
 def test_a_failing_rank_waits_for_no_peer_at_its_exit(tmp_path, failure, code):
-    """It tells the launcher that it fails, also by sys.exit, and destroys no process group, which would wait."""
+    """Even with sys.exit, a failing rank tells the launcher, and does not destroy the group, which would block."""
     script = tmp_path / "train.py"
     source = textwrap.dedent(_SCRIPT).replace('raise ValueError("a bad sample")', failure)
     script.write_text(source.replace("model = Model()", f"{_LEAVES}\nmodel = Model()"))
-    hosts = Hosts(tmp_path / "hosts")  # keeps the port
+    hosts = Hosts(tmp_path / "hosts")  # reserves the port
     env = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -122,7 +122,7 @@ def test_a_failing_rank_waits_for_no_peer_at_its_exit(tmp_path, failure, code):
 
 @pytest.mark.usefixtures("restored_signals")
 def test_no_second_checkpoint_is_written_for_an_interruption(tmp_path):
-    """SpotCheckpoint has saved one already, and every second counts."""
+    """ModelCheckpoint does not save an interruption again: SpotCheckpoint already has, and every second counts."""
     folder = tmp_path / "run"
     also = ModelCheckpoint(folder / "exceptions", save_on_exception=True, every_n_epochs=99)
     assert is_interrupted(folder, Model(), FailingRank(), Interrupt("on_train_batch_start", 3), also)

@@ -1,4 +1,4 @@
-"""Jobs of several hosts that are interrupted: all ranks save the same step, and the next attempt resumes there."""
+"""Interrupted jobs of several hosts: all ranks save the same step, and the next attempt resumes there."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ NUM_STEPS = 2 * 30  # two epochs of 480 samples in batches of 8 over two ranks
 
 
 def run_job(folder, *options, arguments=(), env=(), script="train_and_note.py"):
-    """Run two trainer hosts, and what the options add; returns exit code and output."""
+    """Run two trainer hosts, and others that the options add; return exit code and output."""
     command = [
         *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--seed", "3"),
         *("--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "checkpoints")),
@@ -33,15 +33,15 @@ def run_job(folder, *options, arguments=(), env=(), script="train_and_note.py"):
 
 
 def told_after(step):
-    """Arguments of a training that waits for the signal of a fault at a step, soon after it.
+    """Script arguments with which training waits for the signal of a fault soon after the fault's step.
 
-    Steps take so long that the ranks exchange flags every 20 steps, or more often.
+    Steps take 0.05 s, so that the ranks exchange flags at least every 20 steps.
     """
     return "--model.step_s", "0.05", "--model.told_by", str(step + 4)
 
 
 def notes(folder):
-    """What each rank noted: losses of training steps and of validation batches, the last of each place."""
+    """Read all lines of each rank's notes, and the last loss of each training step and validation batch."""
     ranks = []
     for path in sorted((folder / "notes").glob("*.txt")):
         lines = [line.split() for line in path.read_text().splitlines()]
@@ -66,7 +66,7 @@ def references(tmp_path_factory):
 
 
 def exit_codes(output):
-    """Exit codes by attempt and role, from the table."""
+    """Parse exit codes by attempt and role from the printed table."""
     rows = re.findall(r"^ *(\d)? *algo-\d+ +\S+ +(trainer|data) +(\d+) ", output, re.MULTILINE)
     return sorted((int(attempt or 1), role, int(code)) for attempt, role, code in rows)
 
@@ -80,7 +80,7 @@ def exit_codes(output):
     ],
 )
 def test_an_interrupted_job_resumes_exactly_where_it_was(tmp_path, references, groups, step, skew):
-    """However far apart the hosts get the signal: no step is lost or repeated, and every loss is the same."""
+    """No step is lost or repeated and every loss is the same, however far apart the hosts get the signal."""
     expected = references(*groups)
     code, output = run_job(
         tmp_path, *groups, "--fault", f"interrupt@step={step},skew={skew}", arguments=told_after(step)
@@ -96,14 +96,14 @@ def test_an_interrupted_job_resumes_exactly_where_it_was(tmp_path, references, g
 
 @pytest.mark.proof
 def test_a_signal_to_one_host_stops_all(tmp_path):
-    """The host that was told to stop does not leave the other one in a collective call."""
+    """A host that is told to stop does not leave the other host waiting in a collective call."""
     code, output = run_job(tmp_path, "--fault", "interrupt:trainer-2@step=5", arguments=told_after(5))
     assert code == 0, output
     assert exit_codes(output) == [(1, "trainer", 143)] * 2 + [(2, "trainer", 0)] * 2
 
 
 def test_a_stopped_job_leaves_a_checkpoint_and_a_model_and_says_so(tmp_path):
-    """StopTrainingJob: 143 on every trainer, a reason that names the signal, and no second attempt."""
+    """After StopTrainingJob, all trainers exit with 143 and a reason that names the signal, and none restarts."""
     code, output = run_job(tmp_path, "--fault", "stop@step=5,skew=0.2", arguments=told_after(5))
     assert code == 143, output
     assert exit_codes(output) == [(1, "trainer", 143)] * 2
@@ -119,7 +119,7 @@ def test_a_stopped_job_leaves_a_checkpoint_and_a_model_and_says_so(tmp_path):
 
 @pytest.mark.proof
 def test_a_hardware_failure_resumes_from_the_last_periodic_checkpoint(tmp_path, references):
-    """All hosts are killed at once; the next attempt repeats the steps since the last checkpoint, on the same data."""
+    """If all hosts are killed, the next attempt repeats the steps since the last checkpoint on the same data."""
     expected = references()
     code, output = run_job(
         tmp_path,
@@ -133,9 +133,9 @@ def test_a_hardware_failure_resumes_from_the_last_periodic_checkpoint(tmp_path, 
 
 @pytest.mark.proof
 def test_what_an_epoch_has_collected_goes_on_on_each_rank(tmp_path):
-    """Accumulated gradients and a random curriculum are those of an undisturbed job, for every rank."""
+    """On every rank, accumulated gradients and a random curriculum match an undisturbed job."""
     noted = []
-    # Step 9 ends with the batch 7 of the epoch.
+    # Step 9 ends with batch 7 of the epoch.
     options = ("--fault", "interrupt@step=9", "--env", "TOLD_IN=1 9")
     for name, faults in (("undisturbed", ()), ("interrupted", options)):
         code, output = run_job(tmp_path / name, *faults, script="train_together.py")

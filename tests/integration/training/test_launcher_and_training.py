@@ -1,4 +1,4 @@
-"""What the launcher and a training process tell each other while the training runs."""
+"""Communication between the launcher and a training process during training."""
 
 import signal
 
@@ -38,7 +38,7 @@ def alone(tmp_path):
 
 
 def test_a_hang_is_noticed_and_shown(alone, work):
-    """Training that makes no step any more is ended; the reason says where it stood, a file has all stacks."""
+    """Training that stops making progress fails: the reason names the last step, and a file has all stacks."""
     (work / "train.py").write_text(
         _START
         + "def wait_for_ever():\n    threading.Event().wait()\n"
@@ -55,7 +55,7 @@ def test_a_hang_is_noticed_and_shown(alone, work):
 
 
 def test_interrupted_workers_leave_with_their_parent(alone, work):
-    """With ddp_fork and the like, the process that waits for its workers ends when they have saved, not 95 s later."""
+    """With ddp_fork and similar strategies, the parent exits once its workers have saved, not 95 s later."""
     (work / "train.py").write_text(
         _START
         + "Model.act = lambda self, index: print('ready', flush=True) if index == 2 else time.sleep(0.02)\n"

@@ -1,4 +1,4 @@
-"""Both distributions of Lightning, side by side and alone: whichever the script imported first decides."""
+"""Both distributions of Lightning, together and alone: the one that the script imports first is used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.integration.hosts import REPOSITORY, SCRIPTS
 
 pytestmark = [pytest.mark.lightning_variants, pytest.mark.processes]
 
-# The range that pyproject.toml has for pytorch-lightning.
+# The same range as for pytorch-lightning in pyproject.toml.
 REQUIREMENT = "lightning>=2.5.3,<2.7,!=2.6.2,!=2.6.3"
 TIMEOUT_S = 120
 PYTORCH_LIGHTNING, LIGHTNING = "pytorch_lightning", "lightning.pytorch"
@@ -42,7 +42,7 @@ class Python:
         Args:
             base_dir: The host's ``/opt/ml``.
             arguments: Arguments of the script.
-            code: What to run instead of the script.
+            code: Code to run instead of the script.
             variables: Environment variables.
         """
         command = ["-c", code] if code is not None else [str(SCRIPTS / "train_points.py"), *arguments]
@@ -67,7 +67,7 @@ class Python:
 
 @pytest.fixture(scope="module")
 def lightning_dir(tmp_path_factory):
-    """A folder with the distribution ``lightning`` and nothing else."""
+    """A folder that contains only the distribution ``lightning``."""
     folder = tmp_path_factory.mktemp("lightning")
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--target", str(folder)]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, REQUIREMENT], check=True, timeout=TIMEOUT_S)
@@ -76,27 +76,27 @@ def lightning_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def both(lightning_dir):
-    """The virtual environment and ``lightning``."""
+    """The virtual environment plus ``lightning``."""
     return Python((), (REPOSITORY, lightning_dir))
 
 
 @pytest.fixture(scope="module")
 def lightning_alone(lightning_dir, tmp_path_factory):
-    """All packages of the virtual environment but ``pytorch_lightning``, and ``lightning``."""
+    """The virtual environment with ``lightning`` in place of ``pytorch_lightning``."""
     packages = _packages_without(("pytorch_lightning", "lightning_fabric"), tmp_path_factory.mktemp("packages"))
     return Python(("-S",), (REPOSITORY, lightning_dir, packages))
 
 
 @pytest.fixture(scope="module")
 def pytorch_lightning_alone(tmp_path_factory):
-    """The virtual environment, without ``lightning`` if somebody installed it."""
+    """The virtual environment without ``lightning``, which somebody may have installed."""
     if importlib.util.find_spec("lightning") is None:
         return Python((), (REPOSITORY,))
     return Python(("-S",), (REPOSITORY, _packages_without(("lightning",), tmp_path_factory.mktemp("packages"))))
 
 
 def _packages_without(hidden, folder):
-    """Links to all installed packages but those of some names."""
+    """Link all installed packages except the hidden ones."""
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         name = entry.name.partition("-")[0].partition(".")[0]
         if name not in hidden:
@@ -123,7 +123,7 @@ def base_dir(tmp_path):
     ],
 )
 def test_a_script_trains_with_its_distribution(request, base_dir, variant, imports, model):
-    """All classes derive from the distribution that was imported first, and the job leaves its model."""
+    """All classes derive from the distribution that was imported first, and the job writes its model."""
     python = request.getfixturevalue(variant)
     ended = python.run(base_dir, "fit", "--trainer.callbacks+=ModelCheckpoint", IMPORTS=imports, MODEL=model)
     expected = "lightning" if model == LIGHTNING else "lightning_fabric pytorch_lightning"
@@ -143,7 +143,7 @@ def test_a_script_trains_with_its_distribution(request, base_dir, variant, impor
     ],
 )
 def test_a_mix_is_refused(both, base_dir, imports, model, chosen):
-    """The error names the class, both distributions, and what to import first."""
+    """Mixing distributions raises an error that names the class, both distributions and the import to put first."""
     ended = both.run(base_dir, "fit", IMPORTS=f"{imports},lightning_sm.training.cli", MODEL=model)
     assert ended.returncode == 1
     error = ended.stderr.strip().splitlines()[-1]
@@ -174,7 +174,7 @@ else:
     ],
 )
 def test_a_plain_trainer_finds_our_strategies_by_name(request, base_dir, variant, first, second):
-    """They are those of the Trainer's own distribution, whichever was imported first."""
+    """A plain Trainer gets our strategies in its distribution, whichever module was imported first."""
     python = request.getfixturevalue(variant)
     (trainer,) = {first, second} - {"lightning_sm"}
     ended = python.run(base_dir, code=_PLAIN_TRAINER.format(first=first, second=second, trainer=trainer))
@@ -182,14 +182,14 @@ def test_a_plain_trainer_finds_our_strategies_by_name(request, base_dir, variant
 
 
 def test_our_strategies_refuse_the_trainer_of_the_other_distribution(both, base_dir):
-    """The error says what to import first, where Lightning would call the strategy invalid."""
+    """The error names the import to put first, where Lightning would only call the strategy invalid."""
     imports = {"first": PYTORCH_LIGHTNING, "second": f"lightning_sm, {LIGHTNING}", "trainer": LIGHTNING}
     ended = both.run(base_dir, code=_PLAIN_TRAINER.format(**imports))
     assert "MixedLightningError The Trainer is lightning.pytorch's, but lightning_sm was loaded with" in ended.stdout
     assert "Import lightning.pytorch before lightning_sm" in ended.stdout
 
 
-# One process for all: only __init__ of the CLI runs.
+# One process covers all cases, because only the CLI's __init__ runs.
 _CLASSES_OF_THE_OTHER = """
 import json
 from pytorch_lightning import LightningModule
@@ -218,13 +218,13 @@ print(json.dumps([
 
 
 def test_other_classes_of_a_mix_are_refused(both, base_dir):
-    """Data modules, trainers and callbacks are checked as the model is."""
+    """DataModules, Trainers and callbacks are checked like the model."""
     ended = both.run(base_dir, code=_CLASSES_OF_THE_OTHER)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == ["Data", "OtherTrainer", "ModelCheckpoint", "ModelCheckpoint"]
 
 
-# As an import sorter leaves them: lightning_sm chooses the distribution before the script imports its own.
+# Sorted imports: lightning_sm chooses a distribution before the script imports the other one.
 _TRAINER_OF_THE_OTHER = """
 import json
 from lightning_sm import RemoteDataModule, SageMakerTrainer
@@ -265,7 +265,7 @@ def test_a_trainer_refuses_a_mix(both, base_dir):
 
 
 def test_without_lightning_the_error_says_what_to_install(tmp_path_factory, base_dir):
-    """Neither distribution is there."""
+    """Without either distribution, the import fails and names the package to install."""
     hidden = ("pytorch_lightning", "lightning", "lightning_fabric")
     python = Python(("-S",), (REPOSITORY, _packages_without(hidden, tmp_path_factory.mktemp("packages"))))
     ended = python.run(base_dir, code="from lightning_sm import SageMakerCLI")

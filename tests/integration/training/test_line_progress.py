@@ -14,7 +14,7 @@ NUMBER = r"=([0-9.eE+-]+)(?: |$)"
 
 @pytest.fixture
 def lines(caplog):
-    """What LineProgress wrote so far."""
+    """The lines that LineProgress has written so far."""
     caplog.set_level("INFO", "lightning_sm")
 
     def read():
@@ -25,7 +25,7 @@ def lines(caplog):
 
 
 def test_one_line_for_each_epoch_and_one_at_the_end(host, lines):
-    """Each epoch's line has epoch, step, all metrics and its speed; the sanity check before training writes none."""
+    """Each epoch's line has epoch, step, all metrics and speed; the sanity check before training logs none."""
     host.start("fit", "--trainer.max_epochs=3", "--model.scores=[0.25, 0.5, 0.75]", *QUIET)
     first, second, third, end = lines()
     speed = rf"steps_per_s{NUMBER}samples_per_s{NUMBER}eta=0:00:\d\d memory_gb{NUMBER}data_wait=\d+\.\d%"
@@ -38,7 +38,7 @@ def test_one_line_for_each_epoch_and_one_at_the_end(host, lines):
 
 
 def test_definitions_read_what_a_run_printed(host, lines):
-    """A metric is found in each line that has it; the objective of a tuning job once for each validation."""
+    """Definitions find a metric in each line that has it, and a tuning job's objective once per validation."""
     host.start(
         "fit", "--trainer.max_epochs=2", "--trainer.val_check_interval=1", "--model.scores=[0.25, 0.5]",
         *QUIET, trainer_defaults={"callbacks": LineProgress(every_n_seconds=0)},
@@ -60,7 +60,7 @@ def test_definitions_read_what_a_run_printed(host, lines):
 @pytest.mark.matrix(first=2)
 @pytest.mark.parametrize("score", [1e-5, 123456.0, 0.0, -2.5, 1e20])
 def test_numbers_of_any_size_can_be_read(host, lines, score):
-    """Metric definitions find the number, and it has not been rounded away."""
+    """Metric definitions find a number of any size, and it is not rounded away."""
     host.start("fit", "--trainer.max_epochs=1", f"--model.scores=[{score}]", *QUIET)
     assert float(re.search(f"val_score{NUMBER}", lines()[0])[1]) == pytest.approx(score)
 
@@ -69,14 +69,14 @@ def test_numbers_of_any_size_can_be_read(host, lines, score):
     ("subcommand", "title"), [("validate", "validation val_score=1e-05"), ("test", "test test_loss=")]
 )
 def test_other_subcommands_write_their_metrics(host, lines, subcommand, title):
-    """One line at the end of validate or test."""
+    """``validate`` and ``test`` log one line at their end."""
     host.start(subcommand, *QUIET)
     assert len(lines()) == 1
     assert lines()[0].startswith(title)
 
 
 def test_lines_within_an_epoch(host, lines):
-    """Every so many seconds, a line has the batch too."""
+    """Every ``every_n_seconds``, a line within the epoch also has the batch."""
     host.start("fit", "--trainer.max_epochs=1", *QUIET, trainer_defaults={"callbacks": LineProgress(every_n_seconds=0)})
     assert [line.split(" ")[:3] for line in lines()[:2]] == [
         ["epoch=1/1", "batch=1/2", "step=1"],
@@ -85,7 +85,7 @@ def test_lines_within_an_epoch(host, lines):
 
 
 def test_an_open_end_is_a_question_mark(host, lines):
-    """Without max_epochs, the number of epochs is unknown; that of an epoch's batches stays what it is."""
+    """Without ``max_epochs`` the number of epochs is ``?``, while the number of batches is known."""
     every_step = {"callbacks": LineProgress(every_n_seconds=0)}
     host.start("fit", "--trainer.max_epochs=-1", "--trainer.max_steps=2", *QUIET, trainer_defaults=every_step)
     first, second, last, *_ = lines()
@@ -96,12 +96,12 @@ def test_an_open_end_is_a_question_mark(host, lines):
 
 @pytest.mark.parametrize("is_main", [True, False])
 def test_only_rank_0_writes(host, lines, is_main):
-    """Lightning disables the progress bar of all other ranks: those write neither lines nor what the model prints."""
+    """Other ranks, where Lightning disables the progress bar, log neither lines nor what the model prints."""
     progress = LineProgress(every_n_seconds=0)
 
     class Prints(SmallModel):
         def on_train_start(self):
-            """Print, after the progress bar was switched off as on another rank."""
+            """Print, after disabling the progress bar as on another rank."""
             if not is_main:
                 progress.disable()
             self.print("hello", 1)

@@ -1,4 +1,4 @@
-"""Where a run resumes in loaders of its own: no sample is lost or repeated, and the order is that of a whole run."""
+"""Resuming with local loaders: no sample is lost or repeated, and the order matches an uninterrupted run."""
 
 import itertools
 import random
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("restored_signals")
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """What models note that are trained without interruption, by their class."""
+    """Events that models record when trained without interruption, by class."""
     trained = {}
 
     def events(cls):
@@ -44,7 +44,7 @@ def uninterrupted(tmp_path_factory):
 
 
 class Shuffled(Model):
-    """The same in a random order, with dropout, and noise that the loader draws."""
+    """Random sample order, dropout, and noise that the loader draws."""
 
     workers = 0
 
@@ -61,27 +61,27 @@ class Shuffled(Model):
 
 
 class ShuffledInWorkers(Shuffled):
-    """The same without noise, with workers."""
+    """Random sample order and dropout, with workers and without noise."""
 
     workers = 1
 
 
 class PersistentWorkers(Model):
-    """Workers that stay from epoch to epoch."""
+    """Workers that persist across epochs."""
 
     def train_dataloader(self):
         return DataLoader(points(), BATCH_SIZE, shuffle=True, num_workers=1, persistent_workers=True)
 
 
 class OwnGenerator(Model):
-    """An order that comes from a generator of the loader's own."""
+    """An order that is drawn from the loader's own generator."""
 
     def train_dataloader(self):
         return DataLoader(points(), BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(5))
 
 
 class Distributed(Model):
-    """Rank 0 of two, with an order that comes from the epoch."""
+    """Rank 0 of two, with an order that depends on the epoch."""
 
     workers = 0
 
@@ -92,13 +92,13 @@ class Distributed(Model):
 
 
 class DistributedInWorkers(Distributed):
-    """The same with workers, whose order is drawn when a pass begins."""
+    """Rank 0 of two, with workers, whose order is drawn when a pass begins."""
 
     workers = 1
 
 
 class TwoLoaders(Model):
-    """Two shuffled loaders, the shorter of which is begun again within an epoch; hooks draw random numbers."""
+    """Two shuffled loaders, the shorter of which restarts within an epoch; hooks draw random numbers."""
 
     def training_step(self, batch, batch_idx):
         (x, y), (other, _) = batch
@@ -123,7 +123,7 @@ POSITIONED = [
 
 
 def noisy(samples):
-    """Batches with a little noise from each of the libraries."""
+    """Collate a batch, and add noise from torch, NumPy and random."""
     x, y = torch.utils.data.default_collate(samples)
     return x + torch.randn(1) + np.random.rand() + random.random(), y
 
@@ -135,14 +135,14 @@ def noisy(samples):
     ["a step's end", "a later step", "the last step of an epoch", "within a validation", "end of an epoch"],
 )
 def test_random_numbers_resume(tmp_path, uninterrupted, cls, moment):
-    """Order, dropout and noise of the resumed run are those of the uninterrupted one: no sample twice or left out."""
+    """Order, dropout and noise match the uninterrupted run: no sample is repeated or skipped."""
     model = cls()
     assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]))
     assert whole(resumed(tmp_path / "run", model).events) == uninterrupted(cls)
 
 
 class Eager(Sampler):
-    """Draws its order when a pass begins, and counts the passes; neither is undone by starting another pass."""
+    """Draws its order and counts a pass when the pass begins; starting another pass undoes neither."""
 
     def __init__(self):
         self.num_passes = 0
@@ -156,21 +156,21 @@ class Eager(Sampler):
 
 
 class EagerOrder(Shuffled):
-    """The order of such a sampler, with dropout."""
+    """The order of an ``Eager`` sampler, with dropout."""
 
     def train_dataloader(self):
         return DataLoader(points(), BATCH_SIZE, sampler=Eager(), num_workers=self.workers)
 
 
 class EagerOrderInWorkers(EagerOrder):
-    """The same with workers, for which torch begins two passes and reads one."""
+    """An ``Eager`` sampler with workers, for which torch begins two passes and reads one."""
 
     workers = 1
 
 
 @pytest.mark.parametrize("cls", [*POSITIONED, EagerOrder, EagerOrderInWorkers])
 def test_a_run_that_resumes_nothing_is_that_of_stock_lightning(tmp_path, cls):
-    """The same samples in the same order, and the same random numbers: no pass is begun that is not read."""
+    """A fresh run has the samples, order and random numbers of stock Lightning: no pass begins without being read."""
     fit(tmp_path / "ours", ours := cls())
     fit(tmp_path / "stock", stock := cls(), position=False)
     assert ours.events == stock.events
@@ -179,7 +179,7 @@ def test_a_run_that_resumes_nothing_is_that_of_stock_lightning(tmp_path, cls):
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("cls", POSITIONED)
 def test_a_run_from_the_end_of_an_epoch_can_be_interrupted(tmp_path, uninterrupted, cls):
-    """The epoch that begins with the resumed run has the order of an uninterrupted one, and can be resumed, too."""
+    """An epoch that begins with a resumed run has the order of an uninterrupted run, and can itself be resumed."""
     model, saved = trained_for_an_epoch(tmp_path, cls)
     assert whole(interrupted_after(tmp_path, model, saved)) == uninterrupted(cls)
 
@@ -187,7 +187,7 @@ def test_a_run_from_the_end_of_an_epoch_can_be_interrupted(tmp_path, uninterrupt
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("cls", POSITIONED)
 def test_epochs_of_one_step_have_their_orders(tmp_path, cls):
-    """A run that is left when the only batch of an epoch is fetched resumes with that batch."""
+    """A run interrupted after it fetched the only batch of an epoch resumes with that batch."""
     settings = {"limit_train_batches": 1, "max_epochs": 6}
     fit(tmp_path / "reference", reference := cls(), **settings)
     model = cls()
@@ -198,7 +198,7 @@ def test_epochs_of_one_step_have_their_orders(tmp_path, cls):
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("cls", POSITIONED)
 def test_loaders_that_come_with_the_epoch(tmp_path, cls):
-    """Where loaders are recreated for each epoch, the rest of an epoch has the order of its beginning, too."""
+    """With loaders that are recreated for each epoch, a resumed epoch continues in the same order."""
     settings = {"reload_dataloaders_every_n_epochs": 1}
     model, saved = trained_for_an_epoch(tmp_path, cls, **settings)
     reference = successor_of(model)
@@ -207,14 +207,14 @@ def test_loaders_that_come_with_the_epoch(tmp_path, cls):
 
 
 def trained_for_an_epoch(folder, cls, **settings):
-    """A model after the first epoch, and the checkpoint of that moment."""
+    """Train for one epoch, and return the model and its checkpoint."""
     at_epoch_ends = ModelCheckpoint(folder / "ends", save_on_train_epoch_end=True)
     fit(folder / "first", model := cls(), at_epoch_ends, **{**settings, "max_epochs": 1})
     return model, at_epoch_ends.best_model_path
 
 
 def interrupted_after(folder, model, saved, **settings):
-    """What is recorded when the run resumes from a checkpoint, and is interrupted in two epochs."""
+    """Resume from a checkpoint, interrupt the run in two epochs, and return the recorded events."""
     for step in (2, NUM_STEPS + 1):
         model = successor_of(model)
         assert is_interrupted(
@@ -226,7 +226,7 @@ def interrupted_after(folder, model, saved, **settings):
 
 
 def test_a_loader_is_left_as_it_was(tmp_path):
-    """What was trained on can be predicted with: Lightning makes a new loader from the parts of it."""
+    """A training loader can be used to predict, for which Lightning makes a new loader from its parts."""
     data, model = DataLoader(points(), BATCH_SIZE, shuffle=True), Model()
     model.train_dataloader = lambda: data
     model.predict_step = lambda batch, batch_idx: model.line(batch[0])
@@ -237,7 +237,7 @@ def test_a_loader_is_left_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("loads", ["a fit that is at its end", "a test", "a fit that fails before it trains"])
 def test_a_later_fit_does_not_go_on_with_what_another_run_has_loaded(tmp_path, loads):
-    """A fit without a checkpoint has the random numbers and values of the script, whatever was loaded before it."""
+    """A fit without a checkpoint uses the script's random numbers and values, whatever was loaded before."""
     keeps = ModelCheckpoint(tmp_path / "all", monitor="val_loss", mode="max", save_top_k=-1)
     undisturbed = fit(tmp_path / "undisturbed", model := Shuffled(), keeps, max_epochs=1)
     undisturbed.save_checkpoint(at_end := tmp_path / "end.ckpt")
@@ -259,7 +259,7 @@ def test_a_later_fit_does_not_go_on_with_what_another_run_has_loaded(tmp_path, l
 
 @pytest.mark.parametrize("own", [False, True], ids=["of the process", "of a generator of the loader's own"])
 def test_a_fit_that_is_at_its_end_leaves_the_random_numbers_of_its_end(tmp_path, own):
-    """The next fit of the script has the same order of samples as if the first one had just trained."""
+    """After a fit that resumes at its end, the next one has the same order as if the first had just trained."""
     events = []
     for ckpt_path in (None, tmp_path / "end.ckpt"):
         generator = torch.Generator().manual_seed(5) if own else None
@@ -272,7 +272,7 @@ def test_a_fit_that_is_at_its_end_leaves_the_random_numbers_of_its_end(tmp_path,
 
 
 def fitted_again(trainer, model):
-    """What a model notes in one more epoch of its Trainer."""
+    """Train for one more epoch, and return the events that the model records."""
     model.events = []
     model.on_train_start = lambda: model.events.append(("has", sorted(trainer.callback_metrics)))
     trainer.fit_loop.max_epochs = 2
@@ -282,7 +282,7 @@ def fitted_again(trainer, model):
 
 
 class Stateful(DataLoader):
-    """A loader that keeps its own place, as that of torchdata does."""
+    """A loader that saves its position, as torchdata's does."""
 
     num_given = num_left_out = 0
 
@@ -305,14 +305,14 @@ class Stateful(DataLoader):
 
 
 class KeepsPlace(Shuffled):
-    """A loader that keeps its place, whose batches are made with noise."""
+    """A loader that saves its position, with noise in its batches."""
 
     def train_dataloader(self):
         return Stateful(points(), batch_size=BATCH_SIZE, collate_fn=noisy)
 
 
 class AsksForSteps(KeepsPlace):
-    """The same, of a model that makes Lightning begin to read before it has restored its progress."""
+    """A model that makes Lightning read from the loader before it restores its progress."""
 
     def configure_optimizers(self):
         assert self.trainer.estimated_stepping_batches
@@ -320,21 +320,21 @@ class AsksForSteps(KeepsPlace):
 
 
 class KeepsPlaceInStream(Model):
-    """A stream of a length that Lightning does not know, so that it fetches a batch ahead."""
+    """A stream of unknown length, from which Lightning fetches a batch ahead."""
 
     def train_dataloader(self):
         return Stateful(Stream(points()), batch_size=BATCH_SIZE)
 
 
 class KeepsPlaceBesideOther(TwoLoaders):
-    """A loader that keeps its place and a shuffled one that does not."""
+    """A loader that saves its position, beside a shuffled one that does not."""
 
     def train_dataloader(self):
         return [Stateful(points(), BATCH_SIZE), DataLoader(points(), BATCH_SIZE, shuffle=True)]
 
 
 class Stream(IterableDataset):
-    """Samples that come one after the other."""
+    """An iterable dataset over the given samples."""
 
     def __init__(self, samples):
         self.samples = samples
@@ -347,7 +347,7 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize("cls", [KeepsPlace, KeepsPlaceInStream, KeepsPlaceBesideOther, AsksForSteps])
 @pytest.mark.parametrize("moment", ["a step's end", "a later step", "the first step of an epoch"])
 def test_loaders_that_keep_their_place_resume(tmp_path, uninterrupted, cls, moment):
-    """A batch that is fetched when the training leaves is not lost."""
+    """A batch that was fetched ahead when training stopped is not lost."""
     model = cls()
     assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]))
     assert whole(resumed(tmp_path / "run", model).events) == uninterrupted(cls)
@@ -355,7 +355,7 @@ def test_loaders_that_keep_their_place_resume(tmp_path, uninterrupted, cls, mome
 
 @pytest.mark.parametrize("cls", [KeepsPlace, KeepsPlaceInStream, KeepsPlaceBesideOther])
 def test_a_fit_that_is_at_its_end_needs_no_step_of_loaders_that_keep_their_place(tmp_path, cls):
-    """Such as a job that was interrupted after its last step."""
+    """A fit that resumes after its last step, such as an interrupted job's, trains no step, and a later fit does."""
     fit(tmp_path / "first", cls(), max_epochs=1).save_checkpoint(tmp_path / "end.ckpt")
     trainer = fit(tmp_path / "again", model := cls(), ckpt_path=tmp_path / "end.ckpt", max_epochs=1)
     assert trainer.global_step == NUM_STEPS
@@ -363,7 +363,7 @@ def test_a_fit_that_is_at_its_end_needs_no_step_of_loaders_that_keep_their_place
 
 
 class ReadOnce(IterableDataset):
-    """A source of which each item can be read once, such as a pipe."""
+    """A source whose items can be read only once, such as a pipe."""
 
     def __init__(self, items):
         self.items = iter(items)
@@ -374,7 +374,7 @@ class ReadOnce(IterableDataset):
 
 @pytest.mark.parametrize("with_other", [False, True], ids=["alone", "beside a shuffled loader"])
 def test_a_stream_is_not_begun_twice(tmp_path, with_other):
-    """The first items of a source that can be read once are trained on."""
+    """Training on a source that can be read only once includes its first items."""
     seen, model = [], Model()
     items = itertools.cycle(points())
     stream = DataLoader(ReadOnce((*next(items), number) for number in itertools.count()), BATCH_SIZE)

@@ -1,4 +1,4 @@
-"""Loggers in a job: their folders, and what a restarted attempt adds to the runs and curves of the attempts before."""
+"""Loggers in a job: their folders, and how a new attempt continues the runs and curves of earlier attempts."""
 
 import re
 from contextlib import nullcontext
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.usefixtures("restored_signals")
 def job(host, monkeypatch):
     """A host of a job with a checkpoint folder, which outlives an attempt."""
     monkeypatch.setenv("TRAINING_JOB_NAME", JOB)
-    # TensorBoard reads files in the order of their names, here all of one second and one process: "9" and then "10".
+    # TensorBoard reads files by name. These share second and process, so a counter from 9 to 10 would misorder them.
     monkeypatch.setattr(event_file_writer._global_uid, "_value", 1000)
     return host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")})
 
 
 class Model(SmallModel):
-    """Logs in each step.
+    """Logs the loss in each step.
 
     Args:
         fails_at: Step at which it fails, like a host that is taken away.
@@ -48,7 +48,7 @@ class Model(SmallModel):
 
 
 def attempt(host, model=None, *, every=3, ends_with=None, **settings):
-    """Do what the script does in one attempt; it saves a checkpoint every few steps, and has two steps an epoch."""
+    """Run one attempt of a script with two steps per epoch, which saves a checkpoint every few steps."""
     host.new_process()
     callbacks = [ModelCheckpoint(every_n_train_steps=every, save_top_k=-1)]
     trainer = SageMakerTrainer(**QUIET, **{"max_epochs": 4, "callbacks": callbacks, **settings})
@@ -58,24 +58,24 @@ def attempt(host, model=None, *, every=3, ends_with=None, **settings):
 
 
 def curve(folder):
-    """Steps of a TensorBoard curve, as TensorBoard shows it."""
+    """Return the steps of a curve as TensorBoard shows them."""
     events = EventAccumulator(str(folder), purge_orphaned_data=False)
     events.Reload()
     return [event.step for event in events.Scalars("loss")]
 
 
 class TestCurves:
-    """Those of the attempts of a job."""
+    """Curves of the attempts of a job."""
 
     def test_a_resumed_attempt_goes_on_in_the_same_folder(self, job):
-        """TensorBoard shows both attempts as one curve, which has the steps since the checkpoint twice."""
+        """TensorBoard shows both attempts as one curve, with the steps since the checkpoint twice."""
         attempt(job, Model(5), ends_with=RuntimeError)
         folder = Path(attempt(job).logger.log_dir)
         assert curve(folder) == [0, 1, 2, 3, 4, *range(3, 8)]
         assert len(list(folder.glob("events.*"))) == 2
 
     def test_tables_of_attempts_have_numbers(self, job):
-        """Lightning would remove the file of the first attempt if the second one had its folder."""
+        """Each attempt has a numbered CSV folder, because Lightning would delete the first attempt's file otherwise."""
         attempt(job, Model(5), ends_with=RuntimeError, logger=CSVLogger("csv"))
         table = Path(attempt(job, logger=CSVLogger("csv")).logger.log_dir)
         assert table == job.base_dir / "ck" / "csv" / "lightning_logs" / "version_1"
@@ -83,10 +83,10 @@ class TestCurves:
 
 
 class TestNames:
-    """What the job chooses, and what it leaves to the user."""
+    """Names that the job chooses, and names that it leaves to the user."""
 
     def test_the_default_logger_outlives_the_attempt(self, job):
-        """It writes beside the checkpoints; with a TensorBoard output, there."""
+        """The default logger writes to the TensorBoard output if the job has one, else beside the checkpoints."""
         assert attempt(job, max_epochs=1).logger.log_dir == str(job.base_dir / "ck" / "lightning_logs" / JOB)
         job.configure(
             checkpoint={"LocalPath": str(job.base_dir / "ck")}, tensorboard={"LocalPath": str(job.base_dir / "tb")}
@@ -94,14 +94,14 @@ class TestNames:
         assert attempt(job, max_epochs=1).logger.log_dir == str(job.base_dir / "tb" / "lightning_logs" / JOB)
 
     def test_runs_of_one_script_stay_apart(self, job):
-        """The second Trainer with the same folder has a number, the same in each attempt."""
+        """The second Trainer with the same folder gets a number, which is the same in each attempt."""
         job.new_process()
         names = [SageMakerTrainer(**QUIET).logger.version for _ in range(2)]
         other = SageMakerTrainer(**QUIET, logger=TensorBoardLogger("other")).logger.version
         assert (names, other) == ([JOB, f"{JOB}-2"], JOB)
 
     def test_what_the_user_has_set_stays(self, job):
-        """Version and absolute folder."""
+        """A version and an absolute folder that the user sets are kept."""
         folder = job.base_dir / "mine"
         own = [TensorBoardLogger(folder, version=3), CSVLogger(folder, version="x")]
         trainer = SageMakerTrainer(**QUIET, logger=own)
@@ -111,17 +111,17 @@ class TestNames:
         ]
 
     def test_a_job_without_a_name_leaves_lightnings(self, host):
-        """SDK local mode of old names none."""
+        """If the job has no name, as in old versions of SDK local mode, Lightning's version number is kept."""
         trainer = SageMakerTrainer(**QUIET, logger=TensorBoardLogger(host.configure().base_dir / "mine"))
         assert trainer.logger.version == 0
 
 
 class TestRuns:
-    """Runs at services for experiments."""
+    """Runs of experiment trackers."""
 
     @pytest.mark.proof
     def test_wandb_resumes_the_run_of_the_job(self, job, monkeypatch):
-        """Each attempt has the same id, and its files lie where they are kept; a Trainer more has another one."""
+        """All attempts share a run id, and files go to the output folder; a second Trainer gets another id."""
         monkeypatch.delenv("WANDB_RUN_ID", raising=False)
         ids = []
         for _ in range(2):
@@ -147,7 +147,7 @@ class TestRuns:
         ],
     )
     def test_an_id_that_wandb_has_stays(self, job, monkeypatch, variables, arguments, expected):
-        """The user's, or that of a sweep's agent."""
+        """A run id that the user or a sweep's agent sets is kept."""
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         own = WandbLogger(offline=True, save_dir=job.base_dir, **arguments)
@@ -160,7 +160,7 @@ class TestCommandLine:
     """Options of loggers from hyperparameters."""
 
     def test_flush_secs(self, job):
-        """What TensorBoard's writer takes, beyond the logger's own arguments."""
+        """Options may set arguments of TensorBoard's writer, beyond the logger's own arguments."""
         options = ["TensorBoardLogger", "save_dir=tb", "flush_secs=5", "max_queue=3"]
         cli = job.make(*(f"--trainer.logger{'=' if i == 0 else '.'}{text}" for i, text in enumerate(options)))
         writer = cli.trainer.logger.experiment
@@ -168,7 +168,7 @@ class TestCommandLine:
         writer.close()
 
     def test_a_logger_of_the_scripts_own_options(self, job):
-        """As in published scripts that pass the Trainer a TensorBoardLogger with options of its own."""
+        """A script may pass the Trainer a TensorBoardLogger with the script's options, as published scripts do."""
 
         class OwnLoggerCLI(SageMakerCLI):
             def add_arguments_to_parser(self, parser):

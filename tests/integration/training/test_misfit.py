@@ -37,7 +37,7 @@ trainer.fit(Model())
 @pytest.mark.proof
 @pytest.mark.processes
 def test_a_checkpoint_of_another_model_is_named_with_what_to_do(alone, work):
-    """The reason says that the resume was automatic; there is no restart. Other errors of a resume stay as they are."""
+    """A misfit is not restarted, and its reason says that the resume was automatic; other errors are unchanged."""
     folder = alone / "checkpoints"
     write_job(alone, resource_config({"g": ["algo-1"]}, "algo-1"), checkpoint={"LocalPath": str(folder)})
     (work / "train.py").write_text(_SCRIPT)

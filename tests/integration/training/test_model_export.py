@@ -1,4 +1,4 @@
-"""How the model gets into the model directory: what the job wants of it, at what cost, and when the job is stopped."""
+"""Model export to the model directory: its content, its cost, and the export of a stopped job."""
 
 import errno
 import os
@@ -55,17 +55,17 @@ def checkpoints(host):
 
 
 def peak_kb():
-    """Most memory that this process has had since the last ``reset_peak``."""
+    """Return the peak memory of this process since the last ``reset_peak``."""
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
 def reset_peak():
-    """Let the kernel forget the peak."""
+    """Reset the kernel's record of the peak memory."""
     Path("/proc/self/clear_refs").write_text("5")  # man 5 proc
 
 
 class TestSize:
-    """The export takes no more time, memory and disk than it must."""
+    """The export uses no more time, memory and disk than necessary."""
 
     @pytest.mark.parametrize(
         ("model", "expected"),
@@ -73,7 +73,7 @@ class TestSize:
     )
     @pytest.mark.parametrize("argument", [[], ["--trainer.enable_checkpointing=false"]])
     def test_the_job_says_what_it_leaves(self, host, monkeypatch, model, expected, argument):
-        """Everything, or without the checkpoint, or nothing; nothing unfinished is left."""
+        """The job chooses to export everything, all but the checkpoint, or nothing; no unfinished file remains."""
         monkeypatch.setenv(MODEL.name, model)
         weights = fit(host, *argument).model.state_dict()
         assert files_in(host.model_dir) == expected
@@ -82,39 +82,39 @@ class TestSize:
             assert all(torch.equal(plain[name], weights[name]) for name in weights)
 
     def test_weights_of_a_remote_checkpoint(self, host, monkeypatch):
-        """What was fetched for them does not stay."""
+        """A remote checkpoint that was fetched for its weights is removed afterwards."""
         monkeypatch.setenv(MODEL.name, "weights")
         fit(host, BEST.replace("{monitor", "{dirpath: 'memory://weights', monitor"))
         assert files_in(host.model_dir) == {"state_dict.pt", "config.yaml"}
 
     def test_shards_that_cannot_become_weights_are_exported(self, host, monkeypatch):
-        """A model in another form is better than none."""
+        """If shards cannot be converted to weights, they are exported as they are, rather than nothing."""
         monkeypatch.setenv(MODEL.name, "weights")
         fit(host, trainer_defaults={"plugins": [FolderIO()]}, save_config_callback=None)
         assert files_in(host.model_dir) == {"model.ckpt/part.pt", "config.yaml"}
 
     def test_another_word_is_an_error_at_the_start(self, host, monkeypatch):
-        """It names the variable, before anything is trained."""
+        """An invalid value fails before training, with an error that names the variable."""
         monkeypatch.setenv(MODEL.name, "best")
         with pytest.raises(JobConfigError, match=r"LIGHTNING_SM_MODEL='best': expected full, weights or none"):
             host.make()
 
     def test_the_checkpoint_is_linked(self, host, checkpoints):
-        """A file in the checkpoint folder is not copied, also when the same one is exported again."""
+        """A file in the checkpoint folder is linked instead of copied, even if the same one is exported again."""
         for _ in range(2):
             fit(host, "--model.scores=[1, 0]", BEST, epochs=2)
             assert (host.model_dir / "model.ckpt").samefile(checkpoints / "epoch=0.ckpt")
             assert files_in(host.model_dir) == MODEL_FILES
 
     def test_shards_are_linked(self, host, checkpoints):
-        """Each file of the folder."""
+        """Each file of a sharded checkpoint is linked."""
         fit(host, trainer_defaults={"plugins": [FolderIO()]}, save_config_callback=None)
         (best,) = checkpoints.glob("epoch*.ckpt")
         assert (host.model_dir / "model.ckpt" / "part.pt").samefile(best / "part.pt")
 
     @pytest.mark.parametrize("is_impossible", [True, False])
     def test_where_no_link_is_possible_it_is_copied(self, host, monkeypatch, is_impossible):
-        """Between file systems; and outside of the checkpoint folder, where a file may be written to again."""
+        """A checkpoint is copied between file systems, and outside the checkpoint folder, where it may be rewritten."""
         if is_impossible:
             host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")})
             monkeypatch.setattr(os, "link", _refuse_links)
@@ -123,7 +123,7 @@ class TestSize:
         assert (host.model_dir / "model.ckpt").stat().st_nlink == 1
 
     def test_states_of_optimizers_are_not_read(self, host, checkpoints):
-        """Of a checkpoint of 240 MB, almost all of it optimizer, memory sees next to nothing."""
+        """Exporting a checkpoint of 240 MB, almost all of it optimizer states, uses less than 60 MB of memory."""
         checkpoints.mkdir()
         (host.model_dir).mkdir(parents=True, exist_ok=True)
         best = checkpoints / "best.ckpt"
@@ -138,7 +138,7 @@ class TestSize:
 
 @pytest.mark.parametrize("model", ["full", "weights"])
 def test_a_full_model_folder_is_explained(host, monkeypatch, model):
-    """The error names the folder, and says how to keep the model of a training that is over."""
+    """The error names the folder, and says how to keep the model of a completed training."""
     monkeypatch.setenv("LIGHTNING_SM_MODEL", model)
     host.model_dir.mkdir(parents=True)
     (host.model_dir / ".state_dict.pt.incoming").symlink_to("/dev/full")
@@ -151,7 +151,7 @@ def test_a_full_model_folder_is_explained(host, monkeypatch, model):
 
 
 def test_a_first_job_has_no_warning_of_its_own_folder(host):
-    """Lightning warns of a checkpoint folder that is not empty; the job's has its record, and later checkpoints."""
+    """Lightning does not warn that the checkpoint folder is not empty, since the job keeps its record there."""
     host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -166,20 +166,20 @@ def _refuse_links(*_, **__):
 
 
 class _Stop(Callback):
-    """The job is stopped at the start of an epoch's second step."""
+    """Stops the job at the start of an epoch's first step."""
 
     def __init__(self, epoch):
         self.epoch = epoch
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        """Send the gentle signal."""
+        """Send SIGUSR2, the signal that comes before SIGTERM."""
         if (trainer.current_epoch, batch_idx) == (self.epoch, 0):
             os.kill(os.getpid(), signal.SIGUSR2)
 
 
 @pytest.mark.usefixtures("restored_signals")
 class TestStop:
-    """A stopped job leaves its best model so far, when the checkpoint is safe."""
+    """A stopped job exports its best model so far, once the checkpoint is saved."""
 
     @staticmethod
     def stop(host, *arguments, epoch=2, **defaults):
@@ -195,7 +195,7 @@ class TestStop:
         [("full", MODEL_FILES), ("weights", {"state_dict.pt", "config.yaml"}), ("none", set())],
     )
     def test_the_best_model_so_far_is_exported(self, host, checkpoints, monkeypatch, model, expected):
-        """That of the second epoch, though the third has begun; what is left out at the end is left out here."""
+        """The second epoch's model is exported, though the third has begun, as far as LIGHTNING_SM_MODEL allows."""
         monkeypatch.setenv(MODEL.name, model)
         self.stop(host)
         assert len(list(checkpoints.glob("interrupted-*.ckpt"))) == 1
@@ -205,7 +205,7 @@ class TestStop:
             assert (host.model_dir / "model.ckpt").samefile(checkpoints / "epoch=1.ckpt")
 
     def test_without_a_best_model_the_interrupted_one_is_exported(self, host, checkpoints):
-        """In the first epoch there is only the checkpoint of the interruption."""
+        """In the first epoch, the checkpoint of the interruption is exported, because there is no other."""
         self.stop(host, epoch=0)
         (saved,) = checkpoints.glob("interrupted-*.ckpt")
         assert files_in(host.model_dir) == MODEL_FILES
@@ -214,16 +214,16 @@ class TestStop:
     @pytest.mark.usefixtures("checkpoints")
     @pytest.mark.parametrize("plugins", [[], [FolderIO()]])
     def test_what_takes_time_is_left_out(self, host, monkeypatch, plugins):
-        """A large checkpoint is in the checkpoint folder, from where it is being uploaded."""
+        """A large checkpoint is not exported, because it is being uploaded from the checkpoint folder."""
         monkeypatch.setattr(outputs, "_STOP_BYTES", 0)
         self.stop(host, plugins=plugins)
         assert files_in(host.model_dir) == set()
 
     @pytest.mark.parametrize("model", ["full", "weights"])
     def test_shards_are_exported_by_the_hosts_that_wrote_them(self, host, checkpoints, monkeypatch, caplog, model):
-        """All of rank 0's; of another host those without the index, which it has only if it downloaded everything.
+        """Rank 0 exports its shards; so do other hosts, unless they have the index and thus downloaded everything.
 
-        Where only the weights are wanted, a line says how to make them.
+        If only the weights are requested, a log line says how to make them.
         """
         monkeypatch.setenv(MODEL.name, model)
         self.stop(host, plugins=[FolderIO()])
@@ -240,7 +240,7 @@ class TestStop:
 
     @pytest.mark.usefixtures("checkpoints")
     def test_an_export_that_fails_does_not_turn_the_stop_into_a_failure(self, host, monkeypatch, caplog):
-        """The exit code is that of an interruption, and the log says why there is no model."""
+        """If the export fails, the exit code is still that of an interruption, and the log has the reason."""
 
         def refuse(*_, **__):
             raise RuntimeError("broken")

@@ -21,7 +21,7 @@ def hosts():
 
 
 def _mpirun(hosts, order, *, python_options=(), trainer=None, processes=1, **settings):
-    """Let the ranks of both hosts meet."""
+    """Run the script in which the ranks of both hosts meet."""
     interpreter, *meet = script("meet.py", {"devices": processes, **(trainer or {})}, "fit")
     return mpirun(
         hosts, order, [interpreter, *python_options, *meet], processes=processes, derives_port=True, **settings
@@ -41,7 +41,7 @@ def _check_met(hosts, main_host, world_size):
 
 
 def test_ranks_are_those_of_mpirun_where_all_see_the_first_hosts_variables(hosts):
-    """As under the toolkit, every rank gets SM_CURRENT_HOST of rank 0, whose host is not the first in sorted order."""
+    """Ranks follow mpirun if all get rank 0's SM_CURRENT_HOST, as under the toolkit, even if hosts are unsorted."""
     end = _mpirun(hosts, ("algo-2", "algo-1"), processes=2, options=("-x", "SM_CURRENT_HOST=algo-2"))
     assert end.code == 0, end.output
     assert _places(hosts) == [("algo-2", 0, 0, 0), ("algo-2", 0, 1, 1), ("algo-1", 1, 0, 2), ("algo-1", 1, 1, 3)]
@@ -50,7 +50,7 @@ def test_ranks_are_those_of_mpirun_where_all_see_the_first_hosts_variables(hosts
 
 
 def test_sorted_hosts_need_neither_variables_nor_mpi4py(hosts):
-    """Where mpirun counts the hosts in sorted order, the main host follows from the job alone."""
+    """If mpirun numbers the hosts in sorted order, the main host follows from the job alone."""
     end = _mpirun(hosts, ("algo-1", "algo-2"))
     assert end.code == 0, end.output
     assert _places(hosts) == [("algo-1", 0, 0, 0), ("algo-2", 1, 0, 1)]
@@ -67,7 +67,7 @@ def test_mpi4py_tells_the_host_of_rank_zero(hosts, mpi4py):
 
 
 def test_unknown_host_of_rank_zero_ends_the_job(hosts, mpi4py):
-    """Without any hint the job fails with advice; mpi4py stays unloaded, else its Finalize would wait for rank 0."""
+    """Without a hint the job fails with advice; mpi4py is not loaded, because its Finalize would wait for rank 0."""
     end = _mpirun(hosts, ("algo-2", "algo-1"), python_path=[mpi4py])
     assert end.code == 1
     assert "TopologyError: mpirun gave host 'algo-1' node rank 1, which is not its position in the table" in end.output
@@ -76,7 +76,7 @@ def test_unknown_host_of_rank_zero_ends_the_job(hosts, mpi4py):
 
 
 def test_num_nodes_of_the_trainer_must_fit_mpirun(hosts):
-    """A Trainer that asks for another number of processes than mpirun started ends the job with the table."""
+    """A Trainer that asks for more processes than mpirun started fails the job with the table of hosts."""
     end = _mpirun(hosts, ("algo-1", "algo-2"), trainer={"num_nodes": 3})
     assert end.code == 1
     assert "contradicts the job (trainer hosts: 2, processes on each: 1;" in end.output

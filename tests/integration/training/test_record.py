@@ -1,4 +1,4 @@
-"""The record of an emulated job with data hosts: every process has its part, and together they say what happened."""
+"""The record of an emulated job with data hosts: one file per process, which together explain the run."""
 
 import re
 from pathlib import Path
@@ -56,13 +56,13 @@ SageMakerTrainer(
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """The folder of the job's folder."""
+    """The folder that contains the job's folder."""
     return tmp_path_factory.mktemp("jobs")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, jobs):
-    """What two trainers printed that wait for a data host, and their record by host and writer."""
+    """The output of two trainers that wait for a data host, and the job's record by role and writer."""
     work = tmp_path_factory.mktemp("work")
     (work / "train.py").write_text(SCRIPT)
     groups = ("--group", "trainer=2", "--group", "data=1")
@@ -74,12 +74,12 @@ def run(tmp_path_factory, jobs):
 
 
 def of_kind(lines, kind):
-    """The lines of a kind."""
+    """Return the lines of one type."""
     return [line for line in lines if isinstance(line, kind)]
 
 
 def test_every_process_has_a_file(run):
-    """Launchers of both roles, and all ranks; each begins with who it is and says how it ended."""
+    """Launchers of both roles and all ranks write files that begin with who they are and end with the outcome."""
     _, files = run
     assert files.keys() == {
         ("trainer", "launcher"),
@@ -94,7 +94,7 @@ def test_every_process_has_a_file(run):
 
 
 def test_launchers_say_what_they_ran_and_how_busy_it_was(run):
-    """Without secrets; the data host, too."""
+    """Launchers of both roles record their command, without secrets, and the use of their host."""
     for role in ("trainer", "data"):
         lines = run[1][role, "launcher"]
         script, argument = lines[0].command[-2:]
@@ -108,7 +108,7 @@ def test_launchers_say_what_they_ran_and_how_busy_it_was(run):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_say_where_their_steps_were(run, rank):
-    """30 batches in each of two epochs, without the first step."""
+    """Each rank records 30 batches in each of two epochs, without the first step."""
     lines = run[1]["trainer", f"rank-{rank}"]
     steps = of_kind(lines, events.Steps)
     assert sum(line.n for line in steps) == 59
@@ -119,7 +119,7 @@ def test_ranks_say_where_their_steps_were(run, rank):
 
 
 def test_the_record_of_rank_0_says_why_training_waited(run):
-    """By the figures that it wrote at the end, of all data hosts and ranks."""
+    """Rank 0's last figures, which cover all data hosts and ranks, explain why training waited."""
     _, files = run
     assert not of_kind(files["trainer", "rank-1"], events.DataService)
     last = of_kind(files["trainer", "rank-0"], events.DataService)[-1]
@@ -129,12 +129,12 @@ def test_the_record_of_rank_0_says_why_training_waited(run):
 
 
 def test_the_end_of_an_epoch_is_part_of_no_step(jobs):
-    """What the script does there is said apart."""
+    """The script's work at the end of an epoch is reported separately."""
     assert Figures(read_run(jobs)).shares["between epochs"] >= 1.0
 
 
 def test_report_and_plan_read_what_was_recorded(run, jobs):
-    """All hosts, steps and seconds of a real job are in its figures, and the advice is what the job lacks."""
+    """The figures cover all hosts, steps and seconds of a real job, and the advice is what the job lacks."""
     figures = Figures(read_run(jobs))
     assert (figures.outcome, len(figures.attempts), figures.num_steps) == ("succeeded", 1, 60)
     assert [(host.role, bool(host.uses)) for host in figures.hosts] == [("trainer", True)] * 2 + [("data", True)]

@@ -1,4 +1,4 @@
-"""Two hosts without a shared folder export a sharded model: all shards once."""
+"""Two hosts without a shared folder export a sharded model, with each shard once."""
 
 import os
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The folder with the folders "0" and "1" of both hosts."""
+    """The folder that contains the folders "0" and "1" of the two hosts."""
     folder = tmp_path_factory.mktemp("export")
     env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
     ended = run_together({str(rank): (script("export_shards.py", str(rank), str(folder)), env) for rank in range(2)})
@@ -24,7 +24,7 @@ def exported(tmp_path_factory):
 
 @pytest.mark.parametrize(("model", "added"), [("best", 0), ("current", 1)])
 def test_each_host_exports_its_shards(exported, model, added):
-    """The merged model directories are a whole checkpoint."""
+    """The model directories of both hosts, merged, are a complete checkpoint."""
     expected = {name: value + added for name, value in torch.load(exported / "0" / "expected.pt").items()}
     names = [sorted(path.name for path in (exported / rank / f"model-{model}").iterdir()) for rank in "01"]
     assert names == [["complete", "model.ckpt"], ["model.ckpt"]]

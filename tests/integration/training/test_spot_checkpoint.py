@@ -1,4 +1,4 @@
-"""A training that is interrupted at any moment, and the run that resumes from its checkpoint: together one run."""
+"""Interrupting training at any moment and resuming it gives the same result as an uninterrupted run."""
 
 import multiprocessing
 import os
@@ -58,7 +58,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Models that were trained without interruption, by their class, scheduler and settings."""
+    """Models trained without interruption, by class, scheduler and settings."""
     trained = {}
 
     def model(cls=Model, scheduler="step", name="plain"):
@@ -74,7 +74,7 @@ def uninterrupted(tmp_path_factory):
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_an_interrupted_run_and_its_continuation_make_a_whole_one(tmp_path, uninterrupted, name, moment):
-    """Losses, learning rates, validations and epoch ends are those of an uninterrupted run, in the same order."""
+    """Losses, learning rates, validations and epoch ends match an uninterrupted run, in the same order."""
     settings = SETTINGS[name]
     reference, model = uninterrupted(name=name), Model()
     if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), **settings):
@@ -89,7 +89,7 @@ def test_an_interrupted_run_and_its_continuation_make_a_whole_one(tmp_path, unin
 @pytest.mark.parametrize("scheduler", ["epoch", "plateau"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_schedulers_resume(tmp_path, uninterrupted, scheduler, moment):
-    """Schedulers that step by epoch, with or without a metric, have the same learning rates as without interruption."""
+    """Schedulers that step per epoch, with or without a metric, give the learning rates of an uninterrupted run."""
     reference, model = uninterrupted(scheduler=scheduler), Model(scheduler)
     if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment])):
         model = resumed(tmp_path / "run", model)
@@ -100,7 +100,7 @@ def test_schedulers_resume(tmp_path, uninterrupted, scheduler, moment):
 @pytest.mark.parametrize("scheduler", ["step", "epoch", "plateau"])
 @pytest.mark.parametrize("moment", ["the last step of an epoch", "end of a validation", "end of an epoch"])
 def test_schedulers_resume_between_epochs_of_one_step(tmp_path, uninterrupted, scheduler, moment):
-    """A training that is left between two such epochs has stepped its schedulers once for each of them."""
+    """A run interrupted between two epochs of one step has stepped its schedulers once per epoch."""
     name = "epochs of one step"
     reference, model = uninterrupted(scheduler=scheduler, name=name), Model(scheduler)
     assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), **SETTINGS[name])
@@ -110,7 +110,7 @@ def test_schedulers_resume_between_epochs_of_one_step(tmp_path, uninterrupted, s
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name.startswith("epochs of one")])
 def test_epochs_of_one_step_are_left_between_them(tmp_path, name):
-    """Where an epoch has no other moment, no more steps are made than those of one epoch."""
+    """With epochs of one step, an interrupted run trains for at most one more epoch."""
     settings = SETTINGS[name]
     model = Model()
     assert is_interrupted(tmp_path, model, Interrupt("on_train_batch_start", 3), **settings)
@@ -120,7 +120,7 @@ def test_epochs_of_one_step_are_left_between_them(tmp_path, name):
 
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory):
-    """A model that was trained without interruption, with an average of its weights, on which it is validated."""
+    """A model trained without interruption, and validated on its averaged weights."""
     model = Model()
     fit(tmp_path_factory.mktemp("averaged"), model, EMAWeightAveraging(decay=0.5))
     return model
@@ -129,7 +129,7 @@ def averaged(tmp_path_factory):
 @pytest.mark.matrix(rows=["within a validation", "backward"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_averaged_weights_resume(tmp_path, averaged, moment):
-    """The average of the weights, and the weights beside it, are those of an uninterrupted run."""
+    """The averaged and the current weights match an uninterrupted run."""
     model = Model()
     if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), EMAWeightAveraging(decay=0.5)):
         model = resumed(tmp_path / "run", model, EMAWeightAveraging(decay=0.5))
@@ -139,9 +139,9 @@ def test_averaged_weights_resume(tmp_path, averaged, moment):
 
 @pytest.mark.parametrize("signum", STOP_SIGNALS)
 def test_in_the_sanity_check_there_is_nothing_to_save(tmp_path, monkeypatch, signum):
-    """A run that is interrupted before its first step leaves at once, without a checkpoint.
+    """A run interrupted before its first step exits at once, without a checkpoint.
 
-    Its launcher learns that it is an interruption: a host that was not stopped itself must not exit first.
+    The launcher learns of the interruption, so that a host that was not stopped itself does not exit first.
     """
     (folder := tmp_path / "control").mkdir()
     monkeypatch.setenv(CONTROL_DIR.name, str(folder))
@@ -154,7 +154,7 @@ def test_in_the_sanity_check_there_is_nothing_to_save(tmp_path, monkeypatch, sig
 
 @pytest.mark.parametrize("signum", STOP_SIGNALS)
 def test_outside_of_fit_it_leaves_at_once(tmp_path, signum):
-    """A validation, test or prediction saves nothing, so that nothing is waited for."""
+    """Outside ``fit`` there is nothing to save, so an interrupted run exits at once."""
     trainer = Trainer(
         accelerator="cpu",
         logger=False,
@@ -168,7 +168,7 @@ def test_outside_of_fit_it_leaves_at_once(tmp_path, signum):
 
 
 def test_two_of_its_checkpoints_are_kept(tmp_path):
-    """Each interruption leaves one more checkpoint; the newest may be half uploaded, so that the one before stays."""
+    """The checkpoints of the last two interruptions are kept, because the newest may be half uploaded."""
     for step in (2, 3, 4):
         interrupt = Interrupt("on_train_batch_start", step - 1)
         newest = newest_checkpoint(tmp_path)
@@ -185,7 +185,7 @@ def test_two_of_its_checkpoints_are_kept(tmp_path):
     ids=["later steps", "the same step of a later epoch"],
 )
 def test_what_it_has_just_saved_is_kept(tmp_path, names):
-    """Checkpoints that are further, of another job or from before a rollback, do not make it remove the new one."""
+    """A new checkpoint is kept even if the folder has later ones, of another job or from before a rollback."""
     for name in names:
         (tmp_path / name).touch()
     assert is_interrupted(tmp_path, Model(), Interrupt("on_train_batch_end", 2))
@@ -194,7 +194,7 @@ def test_what_it_has_just_saved_is_kept(tmp_path, names):
 
 
 def test_each_host_removes_its_own_shards(tmp_path, monkeypatch):
-    """Also where another host has rank 0: each has the shards of its own ranks."""
+    """A host without rank 0 removes old shards as well, because each host has only those of its ranks."""
     monkeypatch.setattr(Trainer, "is_global_zero", property(lambda _: False))
     older = [tmp_path / f"interrupted-epoch=0-step={step}.ckpt" for step in (0, 1)]
     for folder in older:
@@ -205,14 +205,14 @@ def test_each_host_removes_its_own_shards(tmp_path, monkeypatch):
 
 
 def test_an_asynchronous_checkpoint_is_complete_before_the_training_leaves(tmp_path):
-    """The process does not leave while a thread writes."""
+    """The process does not exit while a thread is writing the checkpoint."""
     assert is_interrupted(tmp_path, Model(), Interrupt("on_train_batch_start", 3), plugins=[AsyncCheckpointIO()])
     assert newest_checkpoint(tmp_path) is not None
 
 
 @pytest.mark.parametrize("first", STOP_SIGNALS, ids=["SIGUSR2", "SIGTERM"])
 def test_handlers_stay_after_the_run(tmp_path, capfd, first):
-    """The first signal says that nothing is saved, and leaves the script its time; SIGTERM after it ends it."""
+    """After ``fit``, the first signal reports that nothing is saved, and the script continues until SIGTERM."""
     fit(tmp_path, Model(), max_epochs=1)
     os.kill(os.getpid(), first)
     said = f"{first.name}: no training runs, so there is no checkpoint to save. The script continues until SIGTERM."
@@ -223,7 +223,7 @@ def test_handlers_stay_after_the_run(tmp_path, capfd, first):
 
 
 class ForkChild(Callback):
-    """Fork a child within the training, send it signals, and note how it ended."""
+    """Forks a child during training, sends it signals, and records its exit code."""
 
     def __init__(self, *signals):
         self.signals, self.exit_code = signals, None
@@ -232,7 +232,7 @@ class ForkChild(Callback):
         fork = multiprocessing.get_context("fork")
         child = fork.Process(target=say_and_wait, args=(is_there := fork.Event(),))
         child.start()
-        is_there.wait()  # Python drops signals that come while it forks
+        is_there.wait()  # Python drops signals that arrive during a fork
         for signum in self.signals:
             os.kill(child.pid, signum)
         child.join(10)
@@ -242,12 +242,12 @@ class ForkChild(Callback):
 
 
 def say_and_wait(is_there):
-    """What the child does."""
+    """Report that the child is running, then sleep."""
     is_there.set()
     time.sleep(60)
 
 
 def test_sigterm_ends_a_child_that_was_forked_within_the_training(tmp_path):
-    """Process.terminate() has its effect on a child that inherited the handlers; SIGUSR2 has none."""
+    """``Process.terminate()`` kills a child that inherited the handlers, while SIGUSR2 has no effect."""
     fit(tmp_path, Model(), child := ForkChild(signal.SIGUSR2, signal.SIGTERM), max_epochs=1)
     assert child.exit_code == -signal.SIGTERM

@@ -1,4 +1,4 @@
-"""Two ranks that get somewhere at different moments: neither makes a collective call that the other one misses."""
+"""Two ranks that are out of step: neither makes a collective call that the other one misses."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ TIMEOUT_S = 180
 
 
 def run_job(folder, *options, arguments=()):
-    """Run the script on two trainer hosts; returns exit code and output."""
+    """Run the script on two trainer hosts, and return exit code and output."""
     (folder / "notes").mkdir()
     command = [
         *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2"),
@@ -35,13 +35,13 @@ def run_job(folder, *options, arguments=()):
     ids=["no length", "a stated length"],
 )
 def test_streams_may_end_at_different_batches(tmp_path, arguments):
-    """A validation over streams, whose true lengths nobody knows, comes to its end on both ranks."""
+    """A validation over streams, whose true lengths are unknown, completes on both ranks."""
     code, output = run_job(tmp_path, arguments=("--data.stream", *arguments))
     assert code == 0, output
 
 
 def test_no_rank_leaves_before_the_checkpoint_is_written(tmp_path):
-    """Where rank 0 writes in the background, the other rank waits for it, too, and says the truth."""
+    """If rank 0 writes the checkpoint in the background, both ranks exit only after it is written."""
     code, output = run_job(tmp_path, "--fault", "stop@step=5", arguments=("--data.num_samples", "8000"))
     assert code == 143, output
     assert {path.name: path.read_text() for path in (tmp_path / "notes").glob("algo-*")} == {
@@ -52,7 +52,7 @@ def test_no_rank_leaves_before_the_checkpoint_is_written(tmp_path):
 
 @pytest.mark.proof
 def test_a_checkpoint_that_cannot_be_written_fails_the_job(tmp_path):
-    """The rank that cannot write says so and fails; the other one, which waits for it, ends with it."""
+    """A rank that cannot write its checkpoint reports it and fails, and so does the rank that waits for it."""
     options = ("--fault", "stop@step=5", "--env", "FULL=1")
     code, output = run_job(tmp_path, *options, arguments=("--data.num_samples", "8000"))
     assert code not in {0, 143}, output

@@ -1,4 +1,4 @@
-"""SageMakerTrainer and SageMakerFabric: what scripts without LightningCLI get from a job."""
+"""SageMakerTrainer and SageMakerFabric, for scripts without LightningCLI."""
 
 import inspect
 import subprocess
@@ -33,7 +33,7 @@ QUIET = {"accelerator": "cpu", "enable_model_summary": False}
 
 
 def fit(host, **settings):
-    """Do what a script without a CLI does, in a process of its own."""
+    """Run a script without a CLI, as if in a new process."""
     host.new_process()
     trainer = SageMakerTrainer(**QUIET, **{"max_epochs": 1, **settings})
     trainer.fit(SmallModel(), datamodule=SmallData())
@@ -41,12 +41,12 @@ def fit(host, **settings):
 
 
 def callbacks_of(trainer):
-    """Types of the callbacks."""
+    """Return the types of the callbacks."""
     return {type(callback) for callback in trainer.callbacks}
 
 
 class Works(Callback):
-    """Works in hooks that may take any time, and notes which phase the launcher sees then.
+    """Records the phase that the launcher sees in each hook that may take any time.
 
     Args:
         folder: The control folder.
@@ -68,14 +68,14 @@ class Works(Callback):
 
 
 class TestElsewhere:
-    """Outside SageMaker."""
+    """Trainer and Fabric outside SageMaker."""
 
     @pytest.fixture(autouse=True)
     def _laptop(self, host, monkeypatch):
         monkeypatch.delenv("SAGEMAKER_BASE_DIR")
 
     def test_it_is_the_trainer(self):
-        """Nothing is added, and nothing is written elsewhere."""
+        """Outside SageMaker, SageMakerTrainer adds no callback, and only Lightning writes files."""
         trainer = SageMakerTrainer(**QUIET, max_epochs=1, data_service=DataServiceSettings(workers=1))
         assert callbacks_of(trainer) == callbacks_of(Trainer(**QUIET))
         trainer.fit(SmallModel(), SmallData())
@@ -83,17 +83,17 @@ class TestElsewhere:
         assert [path.name for path in Path.cwd().iterdir()] == ["lightning_logs"]
 
     def test_fabric_is_fabric(self):
-        """Nothing is added."""
+        """Outside SageMaker, SageMakerFabric runs in one process, as Fabric does."""
         fabric = SageMakerFabric(accelerator="cpu", devices=1)
         fabric.launch()
         assert fabric.world_size == 1
 
 
 class TestInAJob:
-    """On a trainer host."""
+    """Trainer and Fabric on a trainer host."""
 
     def test_it_adds_what_the_cli_adds(self, host):
-        """Cluster, folders, callbacks: as with SageMakerCLI."""
+        """SageMakerTrainer sets the cluster, folders and callbacks that SageMakerCLI sets."""
         expected = host.configure(TWO_HOSTS).make()
         host.new_process()
         trainer = SageMakerTrainer(**QUIET)
@@ -104,7 +104,7 @@ class TestInAJob:
 
     @pytest.mark.usefixtures("restored_signals")
     def test_a_restarted_job_resumes_and_leaves_its_model(self, host):
-        """Checkpoints go to the checkpoint folder, from which the next attempt resumes; the model is exported."""
+        """Checkpoints go to the checkpoint folder, the next attempt resumes from there, and the model is exported."""
         folder = host.base_dir / "ck"
         host.configure(checkpoint={"LocalPath": str(folder)})
         fit(host)
@@ -114,7 +114,7 @@ class TestInAJob:
 
     @pytest.mark.usefixtures("restored_signals")
     def test_a_test_after_a_failed_fit_loads_what_it_names(self, host, tmp_path):
-        """Not the job's latest checkpoint, from which the fit would have resumed."""
+        """A test after a failed fit loads the checkpoint it names, not the latest, from which fit would resume."""
         folder = host.base_dir / "ck"
         host.configure(checkpoint={"LocalPath": str(folder)})
         named = tmp_path / "named.ckpt"
@@ -133,7 +133,7 @@ class TestInAJob:
 
     @pytest.mark.usefixtures("restored_signals")
     def test_callbacks_may_take_any_time_at_the_end_of_an_epoch_or_a_validation(self, host, tmp_path, monkeypatch):
-        """There, the launcher has been told so before a callback of the user begins to work."""
+        """The launcher is told that a hook may take any time before the user's callback runs in it."""
         (folder := tmp_path / "control").mkdir()
         monkeypatch.setenv(CONTROL_DIR.name, str(folder))
         works = Works(folder)
@@ -143,7 +143,7 @@ class TestInAJob:
 
     @pytest.mark.usefixtures("restored_signals")
     def test_relative_folders_are_those_of_the_job(self, host):
-        """What the script writes to relative folders arrives in the job's."""
+        """Relative folders of loggers and callbacks are moved into the job's folders."""
         host.configure(tensorboard={"LocalPath": str(host.base_dir / "tb")})
         loggers = [CSVLogger("mine"), TensorBoardLogger("board"), CSVLogger("/abs")]
         trainer = SageMakerTrainer(
@@ -165,7 +165,7 @@ class TestInAJob:
         assert list(Path.cwd().iterdir()) == []
 
     def test_the_default_logger_is_tensorboards_if_the_job_has_its_folder(self, host):
-        """As with the CLI."""
+        """The default logger writes to the job's TensorBoard folder, as with the CLI."""
         host.configure(tensorboard={"LocalPath": str(host.base_dir / "tb")})
         (logger,) = SageMakerTrainer(**QUIET).loggers
         assert (type(logger), logger.save_dir) == (TensorBoardLogger, str(host.base_dir / "tb"))
@@ -188,14 +188,14 @@ class TestInAJob:
 
     @pytest.mark.parametrize("cls", [SageMakerTrainer, SageMakerFabric])
     def test_lightnings_default_of_one_node_gives_way(self, host, cls):
-        """``num_nodes=args.num_nodes`` is Lightning's default where nobody has set it."""
+        """``num_nodes=1`` is overridden: scripts pass on Lightning's default as ``num_nodes=args.num_nodes``."""
         host.configure(TWO_HOSTS)
         made = cls(accelerator="cpu", devices=1, num_nodes=1)
         assert made.strategy.cluster_environment.num_nodes == 2
         assert (made.num_nodes if cls is SageMakerTrainer else made._connector._num_nodes_flag) == 2
 
     def test_it_may_be_the_clis_trainer(self, host):
-        """With SageMakerCLI, nothing is added twice, and the options of fit are Lightning's."""
+        """As SageMakerCLI's trainer, SageMakerTrainer adds nothing twice, and the options of fit are Lightning's."""
         cli = host.configure(WITH_DATA).make(trainer_class=SageMakerTrainer)
         names = [type(callback).__name__ for callback in cli.trainer.callbacks]
         assert len(names) == len(set(names))
@@ -204,7 +204,7 @@ class TestInAJob:
 
 
 class _Parses(LightningCLI):
-    """Ends when the arguments are parsed."""
+    """Parses the arguments, and then stops."""
 
     def instantiate_classes(self):
         """Build nothing."""
@@ -214,11 +214,11 @@ class _Parses(LightningCLI):
 
 
 class TestDataHosts:
-    """In a job with a data group."""
+    """Trainer and RemoteDataModule in a job with a data group."""
 
     @pytest.mark.parametrize("given", [{"datamodule": SmallData()}, {}], ids=["DataModule", "nothing"])
     def test_a_data_host_serves(self, host, monkeypatch, given):
-        """Whatever fit() gets, it serves what rank 0 sends, and exits; it need not have the script's accelerator."""
+        """A data host serves and exits, whatever fit() gets, even without the script's accelerator."""
         served = []
         monkeypatch.setattr(trainer_module, "serve", lambda *arguments: served.append(arguments))
         host.configure(WITH_DATA, "algo-2")
@@ -232,7 +232,7 @@ class TestDataHosts:
         assert (topology.current_host, used) == ("algo-2", settings)
 
     def test_a_trainer_gets_what_the_script_hands_over(self, host, monkeypatch):
-        """The loaders of whatever that is get their workers on data hosts, by one callback."""
+        """Lightning gets loaders and DataModules unchanged, and one callback moves their workers to data hosts."""
         host.configure(WITH_DATA)
         trainer = SageMakerTrainer(**QUIET)
         got = []
@@ -245,7 +245,7 @@ class TestDataHosts:
         assert sum(isinstance(callback, DataHostLoaders) for callback in trainer.callbacks) == 1
 
     def test_without_addresses_it_is_that_of_the_job(self, host):
-        """A script with a Trainer of its own needs no addresses; the DataModule stays the same object."""
+        """Without addresses, RemoteDataModule uses the job's data hosts; the DataModule stays the same object."""
         data = SmallData()
         assert RemoteDataModule(data) is data
         host.configure(WITH_DATA)

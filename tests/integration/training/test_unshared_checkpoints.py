@@ -1,4 +1,4 @@
-"""Checkpoints that only some hosts have, of jobs whose hosts share no folder."""
+"""Checkpoints that only some hosts have, in jobs whose hosts share no folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """What the ranks of two hosts read."""
+    """Results of the ranks of two hosts that read checkpoints."""
     hosts = Hosts(tmp_path_factory.mktemp("shared"))
     store = f"tcp://{hosts.address('algo-1')}:{hosts.main_port}"
     arguments = {host: script("share_checkpoints.py", str(rank), store) for rank, host in enumerate(hosts.names)}
@@ -38,7 +38,7 @@ def seen(tmp_path_factory):
     ],
 )
 def test_all_hosts_read_the_same(seen, case, contents, owners):
-    """Each from the same path; what was received is removed again."""
+    """All hosts read the same contents from the same path, and received files are removed afterwards."""
     assert [rank[case][:2] for rank in seen] == [[contents, is_own] for is_own in owners]
     assert [rank[case][2] for rank in seen] == [[], []]
 
@@ -59,7 +59,7 @@ def _said(output, words):
 @pytest.mark.matrix(rows=["sharded"])
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
 def test_a_job_restarts_from_what_its_hosts_have(tmp_path, kind):
-    """It ends with the weights of one that did not fail, and tests those of the best and of the last checkpoint."""
+    """A restarted job ends with the weights of an undisturbed one, and tests the same best and last checkpoints."""
     undisturbed = _run(tmp_path / "undisturbed", kind, "--env", "FAIL_AT=-1")
     output = _run(tmp_path / "disturbed", kind, "--env", "FAIL_AT=11", "--env", "LIGHTNING_SM_MAX_RESTARTS=1")
     assert "Cause: ConnectionError: meant to fail once" in output
@@ -76,9 +76,9 @@ def test_a_job_restarts_from_what_its_hosts_have(tmp_path, kind):
 
 
 def test_a_search_for_a_learning_rate_needs_no_shared_folder(tmp_path):
-    """Lightning writes a temporary checkpoint on rank 0, and reads it on all."""
+    """All hosts can read the temporary checkpoint that Lightning writes on rank 0 only."""
     output = _run(tmp_path, "search", "--env", "FAIL_AT=-1")
     assert [text.split()[0] for _, text in said_after(output, "starts at")] == ["0"] * 4
-    # The search's progress bar has no end of line, so that its end is not seen.
+    # The search's progress bar has no newline, so the end of the search is not seen: compare the last lines.
     ends = _said(output, "ends with")
     assert ends["algo-1"][-1] == ends["algo-2"][-1]

@@ -1,4 +1,4 @@
-"""CIFAR-10 by way of lightning-bolts: made-up files in the original format, and the import of lightning-bolts."""
+"""CIFAR-10 through lightning-bolts: generated files in the original format, and the import of lightning-bolts."""
 
 import hashlib
 import importlib.util
@@ -22,7 +22,7 @@ needs_bolts = pytest.mark.skipif(importlib.util.find_spec("pl_bolts") is None, r
 
 @pytest.fixture
 def cifar10_dir(tmp_path, monkeypatch):
-    """A folder with 100 training and 20 test images in the original format, whose checksums torchvision accepts."""
+    """Create a folder with 100 training and 20 test images in the original format, with checksums to match."""
     random = np.random.default_rng(0)
     folder = tmp_path / CIFAR10.base_folder
     folder.mkdir()
@@ -36,8 +36,8 @@ def cifar10_dir(tmp_path, monkeypatch):
         pixels = random.integers(0, 256, (20, 3 * 32 * 32), dtype=np.uint8)
         return [name, write(name, {"data": pixels, "labels": random.integers(0, 10, 20).tolist()})]
 
-    # torchvision compares each file with the checksum of the original. These files have others, and the comparison
-    # itself still runs.
+    # torchvision compares each file's checksum with the original's. Replace the expected checksums, so that the
+    # comparison still runs.
     monkeypatch.setattr(CIFAR10, "train_list", [write_batch(name) for name, _ in CIFAR10.train_list])
     monkeypatch.setattr(CIFAR10, "test_list", [write_batch(name) for name, _ in CIFAR10.test_list])
     meta = CIFAR10.meta
@@ -48,7 +48,7 @@ def cifar10_dir(tmp_path, monkeypatch):
 
 
 def prepared(folder, stage="fit", **kwargs):
-    """A data module that has read and split the files."""
+    """Return a data module that has read and split the files."""
     data = CIFAR10DataModule(data_dir=str(folder), batch_size=8, num_workers=0, val_split=20, **kwargs)
     data.prepare_data()
     data.setup(stage)
@@ -57,7 +57,7 @@ def prepared(folder, stage="fit", **kwargs):
 
 @needs_bolts
 def test_batches_come_from_the_files_in_the_folder(cifar10_dir):
-    """Files in the original format are used without a download, split as asked for."""
+    """Files in the original format are used without a download and split as requested."""
     data = prepared(cifar10_dir)
     images, labels = next(iter(data.train_dataloader()))
     assert images.shape == (8, 3, 32, 32)
@@ -71,7 +71,7 @@ def test_batches_come_from_the_files_in_the_folder(cifar10_dir):
 @needs_bolts
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_each_stage_has_its_loader(cifar10_dir, stage):
-    """Stages that lightning-bolts does not know have their images as well."""
+    """Stages that lightning-bolts lacks also have images."""
     data = prepared(cifar10_dir, stage)
     loader = {"validate": data.val_dataloader, "test": data.test_dataloader, "predict": data.predict_dataloader}[stage]
     assert sum(len(labels) for _, labels in loader()) == 20
@@ -79,7 +79,7 @@ def test_each_stage_has_its_loader(cifar10_dir, stage):
 
 @needs_bolts
 def test_augmentation_changes_training_images_only(cifar10_dir):
-    """Training images differ from epoch to epoch, those of validation do not, and neither do any without it."""
+    """Only training images differ between epochs, and only with augmentation."""
     data = prepared(cifar10_dir)
     train, val = (loader().dataset for loader in (data.train_dataloader, data.val_dataloader))
     assert any(not torch.equal(train[index][0], train[index][0]) for index in range(5))
@@ -90,7 +90,7 @@ def test_augmentation_changes_training_images_only(cifar10_dir):
 
 @needs_bolts
 def test_pixels_are_normalized(cifar10_dir):
-    """A pixel is scaled to [0, 1], and then by the mean and the spread of its channel in CIFAR-10."""
+    """Pixels are scaled to [0, 1], then normalized by their channel's mean and standard deviation in CIFAR-10."""
     data = prepared(cifar10_dir)
     image = data.val_dataloader().dataset[0][0]
     original = data.val_dataloader().dataset
@@ -102,7 +102,7 @@ def test_pixels_are_normalized(cifar10_dir):
 
 @needs_bolts
 def test_a_model_trains_and_validates_on_it(cifar10_dir):
-    """Lightning takes the wrapped data module for one of its own, from the download to the last loader."""
+    """Lightning accepts the wrapped data module for a whole fit and test."""
     trainer = Trainer(accelerator="cpu", fast_dev_run=2, enable_progress_bar=False, enable_model_summary=False)
     data = CIFAR10DataModule(data_dir=str(cifar10_dir), batch_size=8, val_split=20)
     model = ResNet18Classifier(data.num_classes)
@@ -123,23 +123,23 @@ def test_a_damaged_file_is_not_used(cifar10_dir):
 
 
 def without_bolts(monkeypatch):
-    """Forget that lightning-bolts was imported, until the end of the test."""
+    """Remove lightning-bolts from the imported modules until the end of the test."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "pl_bolts"]:
         monkeypatch.delitem(sys.modules, name)
 
 
 class WithoutBolts:
-    """Where Python looks first, and learns that there is no lightning-bolts."""
+    """A finder that reports lightning-bolts as missing."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        """Refuse lightning-bolts, and leave all others to the next finder."""
+        """Raise an error for lightning-bolts, and leave other modules to the next finder."""
         if name == "pl_bolts":
             raise ModuleNotFoundError("No module named 'pl_bolts'", name=name)
 
 
 def test_missing_bolts_says_how_to_install_it(monkeypatch):
-    """Without lightning-bolts, making the data module fails with the command that installs it."""
+    """Without lightning-bolts, creating the data module raises an error with the command that installs it."""
     without_bolts(monkeypatch)
     monkeypatch.setattr(sys, "meta_path", [WithoutBolts, *sys.meta_path])
     with pytest.raises(ModuleNotFoundError, match=r"pip install --no-deps lightning-bolts==0\.7\.0"):
@@ -148,7 +148,7 @@ def test_missing_bolts_says_how_to_install_it(monkeypatch):
 
 @needs_bolts
 def test_importing_bolts_is_silent(monkeypatch):
-    """None of the warnings that lightning-bolts prints on import gets through."""
+    """All warnings that lightning-bolts emits on import are suppressed."""
     without_bolts(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -165,13 +165,13 @@ def test_other_warnings_get_through(monkeypatch, tmp_path):
 
 
 def test_another_missing_module_keeps_its_own_error():
-    """Only a missing lightning-bolts is explained as one."""
+    """Only a missing lightning-bolts gets the explanation."""
     with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_module'"):
         import_bolts("no_such_module")
 
 
 def test_a_module_under_the_former_name_is_kept(monkeypatch):
-    """If Lightning has the module after all, it is used and not replaced."""
+    """If Lightning provides the module, it is not replaced."""
     own = ModuleType("pytorch_lightning.utilities.apply_func")
     monkeypatch.setitem(sys.modules, own.__name__, own)
     import_bolts("math")

@@ -1,4 +1,4 @@
-"""The model: what it computes, learns and logs, and how its norm layers treat a batch."""
+"""The example model: predictions, training, logged metrics and norm layers."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from app.model import ResNet18Classifier
 
 
 def batch(size=8):
-    """Random images, the same ones on every call, with labels from 0 to 3."""
+    """Return the same random images on every call, with labels from 0 to 3."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(size, 3, 32, 32, generator=generator), torch.arange(size) % 4
 
 
 def trainer(folder, **kwargs):
-    """A trainer on the CPU that writes nothing."""
+    """Return a CPU trainer that writes no files."""
     return Trainer(
         accelerator="cpu",
         logger=False,
@@ -30,19 +30,19 @@ def trainer(folder, **kwargs):
 
 
 def loader():
-    """Two batches of 8."""
+    """Return a loader with two batches of 8."""
     return DataLoader(TensorDataset(*batch(16)), batch_size=8)
 
 
 @pytest.fixture
 def model():
-    """A model with four classes, the same in every test."""
+    """Return a model with four classes and the same weights in every test."""
     torch.manual_seed(0)
     return ResNet18Classifier(num_classes=4)
 
 
 def test_predictions_are_probabilities(model):
-    """Predicting gives one row per image, which sums to 1."""
+    """Predictions have one row per image, which sums to 1."""
     model.eval()
     probabilities = model.predict_step(batch(), 0)
     assert probabilities.shape == (8, 4)
@@ -50,7 +50,7 @@ def test_predictions_are_probabilities(model):
 
 
 def test_fit_logs_loss_and_accuracy(model, tmp_path):
-    """A fit leaves the loss and the accuracy of training and validation, for callbacks and metric definitions."""
+    """A fit logs loss and accuracy of training and validation, for callbacks and metric definitions."""
     pl_trainer = trainer(tmp_path, max_epochs=1)
     pl_trainer.fit(model, loader(), loader())
     metrics = pl_trainer.callback_metrics
@@ -60,7 +60,7 @@ def test_fit_logs_loss_and_accuracy(model, tmp_path):
 
 
 def test_test_logs_loss_and_accuracy(model, tmp_path):
-    """The test logs under names of its own, over all batches."""
+    """The test logs loss and accuracy over all batches, under separate names."""
     metrics = trainer(tmp_path).test(model, loader(), verbose=False)[0]
     images, labels = batch(16)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_test_logs_loss_and_accuracy(model, tmp_path):
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_training_lowers_the_loss(norm, tmp_path):
-    """Ten steps on one batch more than halve its loss, with either kind of norm layer."""
+    """Ten steps on one batch reduce its loss to less than half, with either norm layer."""
     torch.manual_seed(0)
     model = ResNet18Classifier(num_classes=4, learning_rate=5e-4, norm=norm)
     losses = []
@@ -88,7 +88,7 @@ def test_training_lowers_the_loss(norm, tmp_path):
 
 
 def test_group_norm_treats_each_image_alone():
-    """With group norm, an image has the same logits in training mode whatever batch it is in."""
+    """With group norm in training mode, an image's logits do not depend on the rest of the batch."""
     model = ResNet18Classifier(num_classes=4, norm="group").train()
     images, _ = batch()
     assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
@@ -97,7 +97,7 @@ def test_group_norm_treats_each_image_alone():
 
 
 def test_batch_norm_mixes_the_images_of_a_batch():
-    """With batch norm they differ, which is why results depend on how a batch is split over hosts."""
+    """With batch norm, an image's logits depend on its batch, so results depend on how hosts split a batch."""
     model = ResNet18Classifier(num_classes=4, norm="batch").train()
     images, _ = batch()
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_batch_norm_mixes_the_images_of_a_batch():
 
 
 def test_hyperparameters_survive_a_checkpoint(model, tmp_path):
-    """A model is restored from its checkpoint alone, with the arguments that it was made with."""
+    """A model is restored from its checkpoint alone, including its constructor arguments."""
     pl_trainer = trainer(tmp_path, max_epochs=1, limit_train_batches=1)
     pl_trainer.fit(model, loader())
     pl_trainer.save_checkpoint(tmp_path / "model.ckpt")
@@ -116,7 +116,7 @@ def test_hyperparameters_survive_a_checkpoint(model, tmp_path):
 
 
 def test_the_learning_rate_ends_at_zero_with_the_run(model, tmp_path):
-    """The schedule spans the steps that the trainer plans, and ends with them."""
+    """The schedule spans the steps that the trainer plans, and reaches 0 at their end."""
     pl_trainer = trainer(tmp_path, max_epochs=3)
     pl_trainer.fit(model, loader())
     assert pl_trainer.global_step == 6
@@ -124,7 +124,7 @@ def test_the_learning_rate_ends_at_zero_with_the_run(model, tmp_path):
 
 
 def test_the_layers_of_a_pipeline_are_the_network(model):
-    """One after the other they compute what the network does; each may come first in a stage, and all have names."""
+    """In sequence, the layers compute the network's output; each can start a stage, and all parameters are included."""
     model.eval()
     images, _ = batch()
     layers = model.network.pipeline_layers()
@@ -132,7 +132,7 @@ def test_the_layers_of_a_pipeline_are_the_network(model):
     assert [id(one) for one in parameters] == [id(one) for one in model.network.parameters()]
     features = images
     for layer in layers:
-        # As a stage gets its input: a leaf that wants a gradient, which must not be overwritten.
+        # A stage's input is a leaf that requires a gradient, so layers must not overwrite it.
         features = layer(features.detach().requires_grad_())
     assert torch.equal(features, model(images))
     features.sum().backward()
@@ -140,5 +140,5 @@ def test_the_layers_of_a_pipeline_are_the_network(model):
 
 
 def test_the_names_of_the_weights_are_those_of_torchvision(model):
-    """Weights of torchvision's ResNet-18 can be loaded."""
+    """Weights from torchvision's ResNet-18 can be loaded."""
     assert model.network.state_dict().keys() == resnet18(num_classes=4).state_dict().keys()

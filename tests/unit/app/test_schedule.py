@@ -1,4 +1,4 @@
-"""The learning rate of the example models, over the steps of a run."""
+"""The example models' learning rate over the steps of a run."""
 
 import math
 
@@ -8,7 +8,7 @@ from app.schedule import learning_rate_factor
 
 
 def test_learning_rate_rises_then_falls():
-    """A fifth of the steps rise to 1, the rest fall to 0, and nothing is left past the end."""
+    """The factor rises to 1 over a fifth of the steps, falls to 0 over the rest, and stays 0 after the end."""
     factors = [learning_rate_factor(step, 100) for step in range(101)]
     assert factors[0] == pytest.approx(1 / 20)
     assert factors[19] == 1
@@ -20,7 +20,7 @@ def test_learning_rate_rises_then_falls():
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 def test_learning_rate_of_the_shortest_runs(num_steps):
-    """A run of few steps starts with the whole learning rate, rather than dividing by zero."""
+    """A run of few steps starts with the full learning rate instead of dividing by zero."""
     assert learning_rate_factor(0, num_steps) == 1
     assert learning_rate_factor(num_steps, num_steps) == 0
 

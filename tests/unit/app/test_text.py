@@ -1,4 +1,4 @@
-"""The text of the language model: what is in a window, how the parts share the text, and other texts."""
+"""The language model's text: windows, training, validation and test parts, and other texts."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from app.text import TextDataModule
 
 
 def prepared(**settings):
-    """A data module after setup."""
+    """Return a data module after setup."""
     data = TextDataModule(**settings)
     data.setup("fit")
     return data
@@ -15,17 +15,17 @@ def prepared(**settings):
 
 @pytest.fixture(scope="module")
 def plain():
-    """The default text in windows of 64 bytes."""
+    """Return the default text in windows of 64 bytes."""
     return prepared()
 
 
 def joined(part, index=0):
-    """The text of a part, put together from the tokens (0) or the targets (1) of its windows."""
+    """Return the text of a part, joined from its windows' tokens (0) or targets (1)."""
     return bytes(torch.cat([sample[index] for sample in part]).tolist())
 
 
 def test_the_default_text_is_the_language_reference(plain):
-    """Without a download there are hundreds of kilobytes of English, in nine tenths of which nothing is tested on."""
+    """The default text has over 200 KB of English without a download; validation and test each get a tenth."""
     text = joined(plain.train_dataset).decode(errors="replace")
     assert len(text) > 200_000
     assert 'The "assert" statement' in text
@@ -34,7 +34,7 @@ def test_the_default_text_is_the_language_reference(plain):
 
 
 def test_each_target_is_the_byte_that_follows(plain):
-    """Targets are the tokens one byte later, also from one window to the next."""
+    """Targets are the tokens shifted by one byte, even across windows."""
     assert joined(plain.val_dataset, 1)[:-1] == joined(plain.val_dataset)[1:]
     tokens, targets = plain.val_dataset[0]
     assert tokens.shape == targets.shape == (64,)
@@ -42,7 +42,7 @@ def test_each_target_is_the_byte_that_follows(plain):
 
 
 def test_no_text_is_in_two_parts(tmp_path):
-    """Training, validation and test see the beginning, the middle and the end of the text."""
+    """Training, validation and test use the beginning, the middle and the end of the text."""
     text = bytes(range(200))
     (tmp_path / "one.txt").write_bytes(text)
     data = prepared(data_dir=str(tmp_path), context=3)
@@ -52,7 +52,7 @@ def test_no_text_is_in_two_parts(tmp_path):
 
 
 def test_files_are_read_in_the_order_of_their_names(tmp_path):
-    """All *.txt of a folder are one text, the same on every host; other files are left alone."""
+    """All *.txt files of a folder form one text, in the same order on every host; other files are ignored."""
     for name, text in (("b.txt", b"second" * 20), ("a.txt", b"first!" * 20), ("c.json", b"{}")):
         (tmp_path / name).write_bytes(text)
     data = prepared(data_dir=str(tmp_path), context=1)
@@ -61,13 +61,13 @@ def test_files_are_read_in_the_order_of_their_names(tmp_path):
 
 
 def test_a_folder_without_text_is_refused(tmp_path):
-    """The error names the folder and says what to do."""
+    """A folder without text raises an error that names it and the fix."""
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no \*\.txt file\. Put the text there, or omit"):
         prepared(data_dir=str(tmp_path))
 
 
 def test_a_text_without_a_whole_window_is_refused(tmp_path):
-    """The error gives the length of the text, and of the window that does not fit into its smallest part."""
+    """A text that is too short raises an error with its length, its smallest part's length and the window."""
     (tmp_path / "short.txt").write_bytes(b"x" * 640)
     with pytest.raises(ValueError, match=r"has 640 bytes, the smallest of its parts 64: too few .* context=64"):
         prepared(data_dir=str(tmp_path))
@@ -76,7 +76,7 @@ def test_a_text_without_a_whole_window_is_refused(tmp_path):
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict", None])
 def test_each_stage_has_its_loader(stage):
-    """After setup for any stage, the loaders of that stage give batches."""
+    """After setup for any stage, that stage's loader returns batches."""
     data = TextDataModule(batch_size=4, context=16)
     data.setup(stage)
     loaders = {"fit": data.train_dataloader, "test": data.test_dataloader, "predict": data.predict_dataloader}
@@ -86,7 +86,7 @@ def test_each_stage_has_its_loader(stage):
 
 
 def test_only_training_drops_the_smaller_last_batch(plain):
-    """All windows are validated and tested on; training batches have one size, unless asked for."""
+    """Validation and test use all windows; training drops a smaller last batch by default."""
     assert len(plain.train_dataloader()) == len(plain.train_dataset) // 32
     assert sum(len(tokens) for tokens, _ in plain.val_dataloader()) == len(plain.val_dataset)
     assert len(prepared(drop_last=False).train_dataloader()) == -(-len(plain.train_dataset) // 32)

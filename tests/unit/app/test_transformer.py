@@ -1,4 +1,4 @@
-"""The language model: what a token sees, what the model learns and logs, and that its network can be cut."""
+"""The language model: causality, learning, logging and splitting into stages."""
 
 import math
 
@@ -12,20 +12,20 @@ from app.transformer import TransformerLanguageModel
 
 
 def small(**settings):
-    """A model of 8 tokens in windows of 6, the same on every call."""
+    """Return a model with 8 tokens and windows of 6, the same on every call."""
     torch.manual_seed(0)
     return TransformerLanguageModel(8, 6, **{"width": 16, "num_blocks": 2, "num_heads": 2, **settings})
 
 
 def loader(size=16):
-    """Batches of 8 windows that count up: each next token follows from the one before."""
+    """Return batches of 8 windows that count up, so that each token determines the next."""
     starts = torch.arange(size).unsqueeze(1)
     tokens = (starts + torch.arange(7)) % 8
     return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=8)
 
 
 def trainer(folder, **kwargs):
-    """A trainer on the CPU that writes nothing."""
+    """Return a CPU trainer that writes no files."""
     return Trainer(
         accelerator="cpu",
         logger=False,
@@ -38,7 +38,7 @@ def trainer(folder, **kwargs):
 
 
 def test_a_token_sees_only_those_before_it():
-    """A change of a token changes the logits from its own place on, and none before."""
+    """Changing a token changes the logits from its position on, and none before."""
     model = small().eval()
     tokens = torch.zeros(1, 6, dtype=torch.int64)
     other = tokens.clone()
@@ -49,14 +49,14 @@ def test_a_token_sees_only_those_before_it():
 
 
 def test_a_token_knows_its_place():
-    """Equal tokens have different logits in different places."""
+    """Equal tokens have different logits at different positions."""
     with torch.no_grad():
         logits = small()(torch.zeros(1, 6, dtype=torch.int64))[0]
     assert not torch.allclose(logits[1], logits[2], atol=1e-3)
 
 
 def test_training_learns_what_follows(tmp_path):
-    """A loss of pure chance falls to almost none where each token follows from the one before."""
+    """If each token determines the next, the loss falls from chance level to below 0.1."""
     model = small(learning_rate=1e-2)
     pl_trainer = trainer(tmp_path, max_epochs=40)
     (before,) = pl_trainer.validate(model, loader(), verbose=False)
@@ -72,7 +72,7 @@ def test_training_learns_what_follows(tmp_path):
 
 
 def test_the_network_can_be_cut_into_stages():
-    """It is a sequence of layers with all parameters, which a training step calls once."""
+    """The network is a sequence of layers with all parameters, and a training step calls it once."""
     model = small(num_blocks=3)
     assert isinstance(model.network, nn.Sequential)
     assert [name for name, _ in model.network.named_children()] == ["embedding", "block0", "block1", "block2", "head"]
@@ -86,7 +86,7 @@ def test_the_network_can_be_cut_into_stages():
 
 
 def test_nothing_is_random_in_training_unless_dropout_is_asked_for():
-    """Two passes in training mode are equal by default, and differ with dropout."""
+    """Two passes in training mode are equal by default and differ with dropout."""
     tokens = torch.zeros(1, 6, dtype=torch.int64)
     for dropout, is_equal in ((0.0, True), (0.5, False)):
         model = small(dropout=dropout).train()
@@ -94,13 +94,13 @@ def test_nothing_is_random_in_training_unless_dropout_is_asked_for():
 
 
 def test_heads_that_do_not_divide_the_width_are_refused():
-    """The error gives both numbers."""
+    """A width that the heads do not divide raises an error with both numbers."""
     with pytest.raises(ValueError, match="width=16 cannot be divided among num_heads=3"):
         small(num_heads=3)
 
 
 def test_hyperparameters_survive_a_checkpoint(tmp_path):
-    """A model is restored from its checkpoint alone, with the arguments that it was made with."""
+    """A model is restored from its checkpoint alone, including its constructor arguments."""
     model = small()
     pl_trainer = trainer(tmp_path, max_epochs=1, limit_train_batches=1)
     pl_trainer.fit(model, loader())

@@ -1,4 +1,4 @@
-"""Fixtures: clients with prepared answers."""
+"""Fixtures for tests of AWS calls."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 
 @pytest.fixture
 def clients(monkeypatch):
-    """Clients with prepared answers; the test fails if one was not asked for, or tries to reach the network."""
-    from tests.fakes.aws import stubbed_clients  # where boto3 is missing, the tests are skipped before
+    """Return clients with prepared answers; the test fails if an answer is unused or the network is accessed."""
+    from tests.fakes.aws import stubbed_clients  # Without boto3, these tests are skipped earlier.
 
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with stubbed_clients() as stubbed:

@@ -1,4 +1,4 @@
-"""The command lightning-sm jobs."""
+"""The command ``lightning-sm jobs``."""
 
 import sys
 
@@ -15,7 +15,7 @@ from tests.unit.cloud.test_find import ARN, tuning_job
 
 @pytest.fixture
 def run(clients, capsys):
-    """Runs the command, and returns its exit code and what it wrote."""
+    """Return a function that runs the command and returns its exit code and output."""
 
     def run(*argv):
         code = command.main(argv, clients, write_report=write_report, again=again)
@@ -39,14 +39,14 @@ def describes(clients, *jobs):
     ],
 )
 def test_an_unknown_command_is_answered_with_ours(run, argv, words):
-    """With the one that is similar, else with all."""
+    """An unknown command raises an error that suggests a similar command, or else lists all commands."""
     with pytest.raises(AWSError, match="has no command") as caught:
         run(*argv)
     assert words in str(caught.value)
 
 
 def test_the_list_shows_the_newest_jobs(run, clients):
-    """As many as are asked for, with one request."""
+    """The list has the requested number of jobs and takes one request."""
     summaries = [
         {"TrainingJobName": name, "TrainingJobArn": ARN + name, "CreationTime": NOW, "TrainingJobStatus": "Completed"}
         for name in ("a", "b", "c")
@@ -66,7 +66,7 @@ def test_the_list_shows_the_newest_jobs(run, clients):
 
 
 def test_logs_of_a_completed_job_are_in_the_order_of_time(run, clients):
-    """Each line with its time and its host."""
+    """Each line has its time and its host."""
     describes(clients, training_job(ResourceConfig=one_host()))
     clients.answers("logs", "filter_log_events", {"events": [event(number, "algo-1", "a") for number in (2, 0, 1)]})
     expected = "".join(f"1970-01-01 00:00:0{number} algo-1 | a\n" for number in range(3))
@@ -74,7 +74,7 @@ def test_logs_of_a_completed_job_are_in_the_order_of_time(run, clients):
 
 
 def test_logs_of_a_failed_job_begin_with_the_reason(run, clients):
-    """The exit code is that of the job; --all shows everything in the order of time instead."""
+    """The exit code is the job's; --all prints the whole log in the order of time instead."""
     job = training_job(status="Failed", FailureReason="AlgorithmError: nan, exit code: 4", ResourceConfig=one_host())
     describes(clients, job)
     clients.answers("logs", "describe_log_streams", {"logStreams": []})
@@ -87,14 +87,14 @@ def test_logs_of_a_failed_job_begin_with_the_reason(run, clients):
 
 
 def test_logs_of_a_job_that_waits_say_so(run, clients):
-    """Before its hosts have started, there is no log."""
+    """A job whose hosts have not started has no log."""
     describes(clients, training_job(status="InProgress", SecondaryStatus="Pending", ResourceConfig=one_host()))
     clients.refuses("logs", "filter_log_events", "ResourceNotFoundException")
     assert run("logs", "job-1") == (0, "job-1 is Pending and has no log yet.\n")
 
 
 def test_a_running_job_is_asked_to_stop(run, clients):
-    """The answer says how long that takes."""
+    """The output states how long stopping takes."""
     describes(clients, training_job(status="InProgress"))
     clients.answers("sagemaker", "stop_training_job", {}, TrainingJobName="job-1")
     code, text = run("stop", "job-1")
@@ -103,13 +103,13 @@ def test_a_running_job_is_asked_to_stop(run, clients):
 
 
 def test_stopping_a_finished_job_says_that_it_has_ended(run, clients):
-    """The service would refuse it."""
+    """For a job that has ended, no request to stop is sent, since the service would refuse it."""
     describes(clients, training_job())
     assert run("stop", "job-1") == (0, "job-1 has ended: Completed.\n")
 
 
 def test_tuning_jobs_are_stopped_by_their_own_api(run, clients):
-    """Stopping one of its training jobs would only make it start the next one."""
+    """A tuning job is stopped as a whole; stopping one training job would only start the next."""
     clients.refuses("sagemaker", "describe_training_job", "ValidationException")
     clients.answers("sagemaker", "describe_hyper_parameter_tuning_job", tuning_job())
     clients.answers("sagemaker", "stop_hyper_parameter_tuning_job", {}, HyperParameterTuningJobName="tune-1")
@@ -117,7 +117,7 @@ def test_tuning_jobs_are_stopped_by_their_own_api(run, clients):
 
 
 def test_a_refusal_of_aws_is_one_line(run, clients):
-    """Such as expired credentials."""
+    """A refusal by AWS, such as for expired credentials, becomes an error in one line."""
     clients.refuses("sagemaker", "describe_training_job", "ExpiredTokenException", "The token has expired")
     with pytest.raises(AWSError, match=r"AWS rejected the request or cannot be reached: .*The token has expired"):
         run("stop", "job-1")
@@ -125,7 +125,7 @@ def test_a_refusal_of_aws_is_one_line(run, clients):
 
 @pytest.mark.parametrize("variables", [{}, {"AWS_DEFAULT_REGION": "us-east-1"}])
 def test_what_is_missing_on_this_machine_is_said(monkeypatch, variables):
-    """A region, or credentials."""
+    """A missing region and missing credentials raise different errors."""
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
     files = {"AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null"}
@@ -136,7 +136,7 @@ def test_what_is_missing_on_this_machine_is_said(monkeypatch, variables):
 
 
 def test_help_says_what_has_never_run(capsys):
-    """Whoever is about to use the service reads it before, not in a page of the documentation."""
+    """The help states what has not been tested on the service, so that users read it before they use it."""
     with pytest.raises(SystemExit):
         command.main(["--help"], write_report=write_report, again=again)
     assert SERVICE in " ".join(capsys.readouterr().out.split())
@@ -144,7 +144,7 @@ def test_help_says_what_has_never_run(capsys):
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_lines_of_a_log_do_not_act_upon_a_terminal(run, clients, monkeypatch, is_terminal):
-    """They are those of other programs; a file or a pipe gets them as they are."""
+    """Control sequences from other programs are removed on a terminal, while files and pipes keep them."""
     evil = "a \x1b]52;c;cGF5bG9hZA==\x07\x1b[31mred\x9b2J"
     describes(clients, training_job(ResourceConfig=one_host()))
     clients.answers("logs", "filter_log_events", {"events": [event(1, "algo-1", evil)]})

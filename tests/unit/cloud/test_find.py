@@ -1,4 +1,4 @@
-"""Which job a name stands for."""
+"""Finding the job that a name refers to."""
 
 import pytest
 
@@ -10,7 +10,7 @@ ARN = "arn:aws:sagemaker:us-east-1:111122223333:training-job/"
 
 
 def tuning_job(name="tune-1", status="InProgress"):
-    """An answer of DescribeHyperParameterTuningJob."""
+    """Return an answer of DescribeHyperParameterTuningJob."""
     return {
         "HyperParameterTuningJobName": name,
         "HyperParameterTuningJobArn": f"arn:aws:sagemaker:us-east-1:111122223333:hyper-parameter-tuning-job/{name}",
@@ -27,14 +27,14 @@ def tuning_job(name="tune-1", status="InProgress"):
 
 @pytest.mark.parametrize("name", ["job-1", ARN + "job-1"])
 def test_a_training_job_is_found_by_name_or_arn(clients, name):
-    """It is described by itself."""
+    """A training job is found by name or ARN with a single request."""
     clients.answers("sagemaker", "describe_training_job", training_job(), TrainingJobName="job-1")
     found = find(clients, name)
     assert (found.kind, found.name, found.status, found.has_ended) == ("training", "job-1", "Completed", True)
 
 
 def test_a_name_that_no_training_job_has_may_be_a_tuning_job(clients):
-    """Its training jobs are named in the order of their start."""
+    """If no training job has the name, a tuning job is looked up; its training jobs are listed in start order."""
     clients.refuses("sagemaker", "describe_training_job", "ValidationException", "Requested resource not found.")
     clients.answers("sagemaker", "describe_hyper_parameter_tuning_job", tuning_job())
     found = find(clients, "tune-1")
@@ -60,7 +60,7 @@ def test_a_name_that_no_training_job_has_may_be_a_tuning_job(clients):
 
 
 def test_a_tuning_job_is_not_taken_for_a_training_job(clients):
-    """The message names the best of its training jobs, where there is one."""
+    """Where a training job is required, the name of a tuning job raises an error."""
     clients.refuses("sagemaker", "describe_training_job", "ValidationException", "Requested resource not found.")
     clients.answers("sagemaker", "describe_hyper_parameter_tuning_job", tuning_job())
     with pytest.raises(AWSError, match="tune-1 is a tuning job; pass the name of a training job"):
@@ -68,7 +68,7 @@ def test_a_tuning_job_is_not_taken_for_a_training_job(clients):
 
 
 def test_an_unknown_name_is_an_error(clients):
-    """Which says where names are."""
+    """An unknown name raises an error that states the region."""
     clients.refuses("sagemaker", "describe_training_job", "ValidationException", "Requested resource not found.")
     clients.refuses("sagemaker", "describe_hyper_parameter_tuning_job", "ResourceNotFound")
     with pytest.raises(AWSError, match="There is no job cifar in us-east-1"):

@@ -9,7 +9,7 @@ from tests.unit.cloud.test_find import tuning_job
 
 
 def state(status, secondary=None, message="", **changed):
-    """A description of job-1 with one host."""
+    """Return a description of job-1 with one host."""
     transitions = [{"Status": secondary or status, "StartTime": NOW, "StatusMessage": message}]
     return training_job(
         status=status,
@@ -21,7 +21,7 @@ def state(status, secondary=None, message="", **changed):
 
 
 def refuse(error):
-    """A sleep during which something happens."""
+    """Return a sleep function that raises the given exception."""
 
     def sleep(_):
         raise error
@@ -33,7 +33,7 @@ TRAINING = ("training", "job-1")
 
 
 def test_every_change_of_state_is_one_line(clients, caplog):
-    """The same state again is not; the log is not read unless asked for."""
+    """An unchanged state is not logged again, and the log is read only on request."""
     states = [
         state("InProgress", "Starting"),
         state("InProgress", "Downloading", "images"),
@@ -55,7 +55,7 @@ def test_every_change_of_state_is_one_line(clients, caplog):
 
 
 def test_a_log_that_may_not_be_read_does_not_end_the_wait(clients, caplog):
-    """Whoever may submit jobs need not have the permission to read logs."""
+    """Users with permission to submit jobs may lack permission to read logs."""
     clients.answers("sagemaker", "describe_training_job", state("InProgress", "Training"))
     clients.refuses("logs", "filter_log_events", "AccessDeniedException")
     clients.answers("sagemaker", "describe_training_job", state("Completed"))
@@ -67,7 +67,7 @@ def test_a_log_that_may_not_be_read_does_not_end_the_wait(clients, caplog):
 
 
 def test_the_log_is_written_as_it_comes_and_to_its_end(clients, capsys):
-    """Lines that arrive after the end of the job are waited for."""
+    """After the end of the job, the log is read until late lines have arrived."""
     for look in range(3):
         clients.answers("sagemaker", "describe_training_job", state("InProgress", "Training"))
         events = [event(look, "algo-1", f"line {look}")] if look != 1 else []
@@ -92,7 +92,7 @@ def test_the_log_is_written_as_it_comes_and_to_its_end(clients, capsys):
     ],
 )
 def test_who_stops_waiting_learns_how_to_stop_the_job(clients, caplog, error):
-    """Whether by Ctrl-C, because the credentials have expired, or because the network is gone; the job goes on."""
+    """Ctrl-C, expired credentials and a lost network stop the wait but not the job, as a warning explains."""
     clients.answers("sagemaker", "describe_training_job", state("InProgress", "Training"))
     with caplog.at_level("WARNING", "lightning_sm"), pytest.raises(type(error)):
         follow(clients, *TRAINING, shows_log=False, sleep=refuse(error))
@@ -101,7 +101,7 @@ def test_who_stops_waiting_learns_how_to_stop_the_job(clients, caplog, error):
 
 
 def test_a_tuning_job_shows_its_counts_and_its_best_training_job(clients, caplog):
-    """Which has no log of its own."""
+    """The log has the tuning job's counts and its best training job, since a tuning job has no log streams."""
     best = {
         "TrainingJobName": "tune-1-002",
         "TrainingJobArn": "arn:aws:sagemaker:us-east-1:111122223333:training-job/tune-1-002",
@@ -138,5 +138,5 @@ def test_a_tuning_job_shows_its_counts_and_its_best_training_job(clients, caplog
     ],
 )
 def test_the_exit_code_is_that_of_the_job(description, code):
-    """As far as the service names it; a job that did not complete is never 0."""
+    """The exit code is the one that the service reports; a job that did not complete never yields 0."""
     assert exit_code(description) == code

@@ -1,4 +1,4 @@
-"""The log of a job: merged over hosts, each line once, failures first."""
+"""The log of a job: merged across hosts, without repeated lines, and with failures first."""
 
 import re
 
@@ -7,32 +7,32 @@ import pytest
 from lightning_sm.cloud.logs import Log, failure_first
 from tests.fakes.aws import event
 
-# The time of a line: that of the fake's events is some seconds after the epoch.
+# The time of a line; the fake's events have times a few seconds after the epoch.
 TIME = re.compile(r"^1970-01-01 00:0\d:\d\d ")
 
 
 def untimed(lines):
-    """Lines without their time, which each of a host has."""
+    """Return the lines without their time."""
     return [TIME.sub("", line, count=1) for line in lines]
 
 
 def shown(log):
-    """The new lines as they are printed, without their time."""
+    """Return the new lines as printed, without their time."""
     return untimed(log.new_lines())
 
 
 def page(*events, more=None):
-    """An answer of FilterLogEvents."""
+    """Return an answer of FilterLogEvents."""
     return {"events": list(events), **({"nextToken": more} if more else {})}
 
 
 def streams(*names):
-    """An answer of DescribeLogStreams."""
+    """Return an answer of DescribeLogStreams."""
     return {"logStreams": [{"logStreamName": f"job-1/{name}"} for name in names]}
 
 
 def test_lines_of_all_hosts_are_merged_by_time_over_empty_pages(clients):
-    """Each line names its host; the prefix ends with a slash, so that job-10 is not read as job-1."""
+    """Each line names its host. The prefix ends with a slash, so that job-1 does not match job-10."""
     clients.answers(
         "logs",
         "filter_log_events",
@@ -47,7 +47,7 @@ def test_lines_of_all_hosts_are_merged_by_time_over_empty_pages(clients):
 
 
 def test_late_lines_are_read_and_known_ones_are_not_repeated(clients):
-    """The next look starts 60 s before the newest line, where lines of slower hosts may still arrive."""
+    """The next request starts 60 s before the newest line, since lines from slower hosts may still arrive."""
     log = Log(clients.logs, "job-1")
     clients.answers("logs", "filter_log_events", page(event(100, "algo-1", "a"), event(101, "algo-1", "b")))
     assert shown(log) == ["algo-1 | a", "algo-1 | b"]
@@ -65,21 +65,21 @@ def test_late_lines_are_read_and_known_ones_are_not_repeated(clients):
 
 
 def test_only_the_end_of_an_overwritten_line_is_shown(clients):
-    """A progress bar overwrites its line after each carriage return."""
+    """Only the text after the last carriage return is kept, because a progress bar overwrites its line."""
     log = Log(clients.logs, "job-1")
     clients.answers("logs", "filter_log_events", page(event(1, "algo-1", "10%\r 50%\r100%\r\n")))
     assert shown(log) == ["algo-1 | 100%"]
 
 
 def test_each_line_has_its_time(clients):
-    """In UTC, as the service's own pages show it; hosts may be in any zone."""
+    """Times are in UTC, as on the service's pages, whatever the hosts' time zones."""
     clients.answers("logs", "filter_log_events", page(event(1, "algo-1", "a", time_ms=1_795_664_840_832)))
     log = Log(clients.logs, "job-1")
     assert list(log.new_lines()) == ["2026-11-26 03:47:20 algo-1 | a"]
 
 
 def test_a_failure_begins_with_its_reason_and_the_host_that_it_names(clients):
-    """Then come the last lines (up to 50) of each other host, the oldest first."""
+    """The reason and the whole log of the host it names precede the last lines (up to 50) of other hosts."""
     log = Log(clients.logs, "job-1")
     clients.answers("logs", "describe_log_streams", streams("algo-10-5", "algo-2-5", "algo-1-5"))
     lines = {
@@ -110,7 +110,7 @@ def test_a_failure_begins_with_its_reason_and_the_host_that_it_names(clients):
 
 @pytest.mark.parametrize("operation", ["filter_log_events", "describe_log_streams"])
 def test_a_job_without_a_log_has_no_lines(clients, operation):
-    """The group of streams does not exist before the first job of an account."""
+    """The log group does not exist before an account's first job."""
     clients.refuses("logs", operation, "ResourceNotFoundException")
     log = Log(clients.logs, "job-1")
     assert (shown(log) if operation == "filter_log_events" else list(log.streams_by_host())) == []

@@ -1,4 +1,4 @@
-"""The data service in a job: what both ends must agree on."""
+"""Tests of the data service in a job: the ports, hosts and secret that both ends must agree on."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ OF_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in {"RANK": "1", "SIZ
 
 
 def test_a_rank_of_mpirun_without_the_name_of_the_job_is_refused(monkeypatch):
-    """It would look for the data hosts at another port than they listen on."""
+    """A rank that does not know the job's name would look for the data hosts on the wrong port."""
     job = make_job(GROUPS, "algo-2")
     for name, value in {**OF_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -27,7 +27,7 @@ def test_a_rank_of_mpirun_without_the_name_of_the_job_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("secret", [None, "of this job " * 4])
 def test_a_data_host_trusts_the_hosts_of_its_job_and_warns_without_a_secret(monkeypatch, caplog, secret):
-    """Trainers and data hosts, by address or name, and what the user adds."""
+    """A data host trusts the job's hosts, by address or name, and the user's entries in ``trust``."""
     served = []
 
     class Main:

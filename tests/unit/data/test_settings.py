@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused when they are made."""
+"""Invalid settings are refused as soon as they are created."""
 
 import pytest
 
@@ -26,25 +26,25 @@ from lightning_sm.job.variables import JOB_SECRET
     ],
 )
 def test_wrong_settings_are_named(wrong, message):
-    """The error names setting and value, and what would be right."""
+    """The error names the setting and its value, and describes a valid one."""
     with pytest.raises(DataSettingsError, match=message):
         DataServiceSettings(**wrong)
 
 
 def test_addresses_networks_and_names_can_be_trusted():
-    """Of both versions of IP; names are looked up by the data host."""
+    """``trust`` accepts IPv4 and IPv6 addresses, networks, and host names, which the data host resolves."""
     trust = ["10.0.0.1", "10.0.0.0/16", "fd00::1", "::/0", "algo-1.example.com"]
     assert DataServiceSettings(trust=trust).trust == trust
 
 
 def test_settings_with_lists_have_a_hash():
-    """A training process keeps its connection under its settings."""
+    """Settings are hashable even with lists, because a training process caches its connection by settings."""
     lists = DataServiceSettings(trust=["10.0.0.5"])
     assert {lists: 1}[DataServiceSettings(trust=["10.0.0.5"])] == 1
 
 
 def test_the_token_follows_from_secret_and_job():
-    """Jobs are apart, and nobody has the token who knows only the job's name."""
+    """Every job has a different token, and with a secret, the job's name alone is not enough to compute it."""
     settings, secret = DataServiceSettings(), {JOB_SECRET.name: "s" * 32}
     without = {job: Credentials.of(settings, job, {}) for job in "ab"}
     having = {job: Credentials.of(settings, job, secret) for job in "ab"}
@@ -55,6 +55,6 @@ def test_the_token_follows_from_secret_and_job():
 
 
 def test_tokens_are_not_printed():
-    """Credentials do not show the token where somebody prints them."""
+    """The repr of credentials does not contain the token."""
     known = Credentials.of(DataServiceSettings(), "a", {})
     assert known.token not in repr(known)

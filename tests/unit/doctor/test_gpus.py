@@ -1,4 +1,4 @@
-"""The doctor's checks of GPUs and of NCCL, with a module in the place of torch and files in that of devices."""
+"""The doctor's checks of GPUs and NCCL, with fakes for torch and for device files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __version__ = "2.6.0"
 
 @pytest.fixture
 def make(tmp_path):
-    """Makes a host of a job on a GPU instance: the code of its torch, the number of device files, and variables."""
+    """Return a function that creates a host of a job on a GPU instance, with a fake torch and device files."""
 
     def made(torch="", files=0, instance="ml.g5.xlarge", **env):
         (tmp_path / "fake").mkdir()
@@ -39,7 +39,7 @@ def make(tmp_path):
 
 
 def test_gpus_are_counted(make):
-    """Torch's versions are shown with the number of GPUs."""
+    """The number of GPUs is shown with torch's versions."""
     (result,) = gpus.gpus(make(_TORCH.format(cuda="'12.4'", count=2), files=2))
     assert (result.status, result.found) == (Status.OK, "torch 2.6.0, CUDA 12.4, NCCL 2.21.5: 2 GPUs")
 
@@ -55,14 +55,14 @@ def test_gpus_are_counted(make):
     ],
 )
 def test_gpus_that_the_job_says_but_torch_cannot_use_are_a_problem(make, torch, env, expected):
-    """A container without access to its GPUs, a build for CPUs and an import that fails are distinguished."""
+    """A container without access to its GPUs, a build for CPUs and a failing import are distinguished."""
     (result,) = gpus.gpus(make(torch, **env))
     assert result.status is Status.PROBLEM
     assert expected in result.found
 
 
 def test_torch_that_hangs_is_a_problem_in_time(make, monkeypatch):
-    """A driver that does not answer is reported, too."""
+    """A driver that does not answer is reported after a timeout."""
     monkeypatch.setattr(gpus, "_TORCH_S", 0.5)
     (result,) = gpus.gpus(make("import time; time.sleep(60)"))
     assert result.status is Status.PROBLEM
@@ -70,7 +70,7 @@ def test_torch_that_hangs_is_a_problem_in_time(make, monkeypatch):
 
 
 def test_hidden_gpus_are_a_warning(make):
-    """GPUs that are hidden on purpose are not a problem of torch."""
+    """GPUs hidden by the user are a warning, not a problem with torch."""
     (result,) = gpus.gpus(make(files=2, CUDA_VISIBLE_DEVICES=""))
     assert result.status is Status.WARNING
     assert "hides all" in result.found
@@ -81,13 +81,13 @@ def test_hidden_gpus_are_a_warning(make):
     [("ml.m5.large", {}), ("ml.g5.xlarge", {"LIGHTNING_SM_HOST_ADDRESSES": '{"algo-1": "127.0.0.2"}'})],
 )
 def test_hosts_without_gpus_start_no_torch(make, instance, env):
-    """CPU instances have none, and the emulator's instance types decide roles, not devices."""
+    """Torch is not started on CPU instances, or in the emulator, whose instance types only decide roles."""
     (result,) = gpus.gpus(make("raise RuntimeError", instance=instance, **env))
     assert (result.status, result.found) == (Status.OK, "none")
 
 
 def test_settings_of_nccl_are_listed(make):
-    """Settings of NCCL and libfabric are shown, others are not."""
+    """Only settings of NCCL and libfabric are shown."""
     (result,) = gpus.fabric(make(NCCL_DEBUG="INFO", FI_LOG_LEVEL="warn", OTHER="x"))
     assert (result.status, result.found) == (Status.OK, "no EFA device; FI_LOG_LEVEL=warn, NCCL_DEBUG=INFO")
 
@@ -103,7 +103,7 @@ def _efa(context, vendor):
     [("0x1d0f", False, Status.WARNING), ("0x1d0f", True, Status.OK), ("0x15b3", False, Status.OK)],
 )
 def test_efa_without_a_plugin_for_nccl_is_a_warning(make, tmp_path, vendor, has_plugin, status):
-    """NCCL finds its plugin for Amazon's devices as libnccl-net*.so, on the loader's path, or silently uses TCP."""
+    """Without libnccl-net*.so on the loader's path, NCCL silently uses TCP instead of Amazon's devices."""
     context = make(LD_LIBRARY_PATH=str(tmp_path))
     _efa(context, vendor)
     if has_plugin:
@@ -114,7 +114,7 @@ def test_efa_without_a_plugin_for_nccl_is_a_warning(make, tmp_path, vendor, has_
 
 
 def test_a_plugin_of_conda_is_found(make, tmp_path, monkeypatch):
-    """Conda's plugin lies beside conda's NCCL, where the loader looks without any variable."""
+    """Conda's plugin is next to conda's NCCL, where the loader finds it without any variable."""
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libnccl-net.so.0").touch()

@@ -1,4 +1,4 @@
-"""The doctor's checks of the job and of its hosts, with real sockets on the loopback interface."""
+"""The doctor's checks of the job and its hosts, with real sockets on the loopback interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOOPBACK = {"algo-1": "127.0.0.2", "algo-2": "127.0.0.3", "algo-3": "127.0.0.4"
 
 @pytest.fixture
 def port():
-    """A main port that is the test's own."""
+    """Reserve a main port for the test."""
     _, topology, ports = reserve_job(_GROUPS)
     with ports:
         yield topology.main_port
@@ -43,7 +43,7 @@ def _listening(address, port, backlog=5):
 
 @contextmanager
 def _dropping(address, port):
-    """A host whose packets get lost: Linux drops SYNs where the queue of a listener is full."""
+    """Simulate a host whose packets are lost: Linux drops SYNs when a listener's queue is full."""
     with _listening(address, port, backlog=0), ExitStack() as clients:
         for _ in range(4):
             client = clients.enter_context(socket.socket())
@@ -53,7 +53,7 @@ def _dropping(address, port):
 
 
 def test_facts_of_a_job(tmp_path):
-    """Job, host and rendezvous are shown with where they are from."""
+    """Job, host and rendezvous are shown with the source of the hosts."""
     context = _context(tmp_path, "algo-2", TRAINING_JOB_NAME="my-job", LIGHTNING_SM_MAIN_PORT="23456")
     found = {result.name: result for result in job.facts(context)}
     assert {result.status for result in found.values()} == {Status.OK}
@@ -63,7 +63,7 @@ def test_facts_of_a_job(tmp_path):
 
 
 def test_off_sagemaker_is_fine(tmp_path):
-    """Without a job there is one row, which says so, and no host to connect to."""
+    """Without a job, one row states this, and there are no hosts to connect to."""
     context = Context.of({"SAGEMAKER_BASE_DIR": str(tmp_path)})
     (result,) = job.facts(context)
     assert result.status is Status.OK
@@ -72,14 +72,14 @@ def test_off_sagemaker_is_fine(tmp_path):
 
 
 def test_malformed_file_is_a_problem_that_quotes_the_error(tmp_path):
-    """A broken resourceconfig.json is named with what is wrong there."""
+    """A broken resourceconfig.json is a problem that names the file."""
     (result,) = job.facts(Context.of({"SAGEMAKER_BASE_DIR": str(write_job(tmp_path, resources="{not json"))}))
     assert result.status is Status.PROBLEM
     assert "resourceconfig.json" in result.found
 
 
 def test_contradicting_groups_are_a_problem(tmp_path):
-    """Where no group trains, the job is shown and the contradiction is a problem."""
+    """If no group trains, the contradiction is a problem, and the job is still shown."""
     base = write_job(tmp_path, resource_config({"data": ["algo-1"]}, "algo-1"))
     contradiction, shown = job.facts(Context.of({"SAGEMAKER_BASE_DIR": str(base)}))
     assert (contradiction.status, shown.status) == (Status.PROBLEM, Status.OK)
@@ -87,7 +87,7 @@ def test_contradicting_groups_are_a_problem(tmp_path):
 
 
 def test_settings_are_shown_and_wrong_ones_found():
-    """A value that cannot be read is a problem, a name that nothing reads a warning, and secrets are hidden."""
+    """An unreadable value is a problem and an unknown name a warning; secrets are hidden."""
     secret = "s" * 64
     env = {"LIGHTNING_SM_HANG_S": "x", "LIGHTNING_SM_MAX_RESTART": "3", "LIGHTNING_SM_JOB_SECRET": secret}
     wrong, unread, settings = job.variables(Context.of(env))
@@ -98,7 +98,7 @@ def test_settings_are_shown_and_wrong_ones_found():
 
 
 def test_reachable_hosts_listen_or_refuse(tmp_path, port):
-    """A refused connection proves the way as well as an accepted one."""
+    """A refused connection proves that a host is reachable, as does an accepted one."""
     with _listening("127.0.0.3", port):
         (result,) = job.other_hosts(_context(tmp_path, LIGHTNING_SM_MAIN_PORT=str(port)))
     assert result.status is Status.OK
@@ -110,12 +110,12 @@ def test_reachable_hosts_listen_or_refuse(tmp_path, port):
     ("address", "reason", "advice"),
     [
         ("no such host", "does not resolve", "LIGHTNING_SM_HOST_ADDRESSES"),
-        # The system sends nothing to a broadcast address over TCP, whatever the routes of this machine.
+        # Over TCP, the system sends nothing to a broadcast address, whatever the routes of this machine.
         ("255.255.255.255", "unreachable: ", "routes"),
     ],
 )
 def test_hosts_that_cannot_be_reached_are_a_problem_each_for_its_reason(tmp_path, address, reason, advice):
-    """The host is named with the system's words; the others are shown beside it."""
+    """The unreachable host has a problem with the system's error, and the other hosts are still shown."""
     results = list(job.other_hosts(_context(tmp_path, addresses={**_LOOPBACK, "algo-2": address})))
     assert sorted(result.status.value for result in results) == ["ok", "problem"]
     lost = next(result for result in results if result.status is Status.PROBLEM)
@@ -125,7 +125,7 @@ def test_hosts_that_cannot_be_reached_are_a_problem_each_for_its_reason(tmp_path
 
 
 def test_host_that_drops_packets_is_a_problem_by_the_deadline(tmp_path, port):
-    """Without any answer the security group is named."""
+    """A host that does not answer within 5 s is a problem, and the advice names the security group."""
     with _dropping("127.0.0.3", port):
         lost, reached = job.other_hosts(_context(tmp_path, LIGHTNING_SM_MAIN_PORT=str(port)))
     assert (lost.status, reached.status) == (Status.PROBLEM, Status.OK)
@@ -134,7 +134,7 @@ def test_host_that_drops_packets_is_a_problem_by_the_deadline(tmp_path, port):
 
 
 def test_own_name_on_the_loopback_interface_is_a_warning(tmp_path):
-    """A host that knows itself as 127.x would listen where no other host comes."""
+    """A host whose name resolves to 127.x would listen where no other host can connect."""
     groups = {"trainer": ["algo-2", "localhost"]}
     base = write_job(tmp_path, resource_config(groups, "localhost"))
     addresses = {"algo-2": "127.0.0.3"}

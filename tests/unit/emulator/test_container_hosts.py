@@ -1,4 +1,4 @@
-"""The options with which a container is made, according to a stand-in for Docker's client that writes them down."""
+"""The options with which containers are created, recorded by a stand-in for the Docker client."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ esac
 
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
-    """The file in which the stand-in writes its arguments, one line for each call."""
+    """The file to which the stand-in writes its arguments, one line per call."""
     monkeypatch.setenv("ENTRY_POINT", '["/opt/conda/bin/lightning-sm"]')
     monkeypatch.setenv("ABOUT", "{}")
     return docker_client.install(_CLIENT, tmp_path, monkeypatch)
 
 
 def _create(calls, tmp_path, command=(), **spec):
-    """Start a host, and return the arguments and the variables of its container."""
+    """Start a host and return the arguments and variables of its container."""
     runtime = ContainerRuntime("an-image", tmp_path if command else None)
     runtime.check_command(command)
     with LocalCluster(ClusterSpec(**spec), tmp_path / "jobs", runtime) as cluster:
@@ -67,7 +67,7 @@ def _create(calls, tmp_path, command=(), **spec):
 def test_containers_run_as_this_user_where_root_s_files_would_be_root_s(
     calls, tmp_path, monkeypatch, uid, about, is_own
 ):
-    """As anybody but root with an engine that runs as root; then they also have a home and a name."""
+    """Containers run as this user, with a home and a name, unless the user is root or Docker maps root to the user."""
     monkeypatch.setattr(os, "getuid", lambda: uid)
     monkeypatch.setattr(os, "getgid", lambda: 5678)
     monkeypatch.setenv("ABOUT", json.dumps(about))
@@ -77,7 +77,7 @@ def test_containers_run_as_this_user_where_root_s_files_would_be_root_s(
 
 
 def test_no_value_of_a_variable_is_on_a_command_line(calls, tmp_path):
-    """Other users can read command lines, and variables may be secret; a value of several lines goes another way."""
+    """Values stay off command lines, which other users can read; multi-line ones are read from the environment."""
     created, variables = _create(calls, tmp_path, environment={"PHRASE": "hush", "KEY": "hush\nhush"})
     assert variables["PHRASE"] == "hush"
     assert JOB_SECRET.name in variables
@@ -87,7 +87,7 @@ def test_no_value_of_a_variable_is_on_a_command_line(calls, tmp_path):
 
 @pytest.mark.parametrize(("caught", "exit_code"), [("0", 137), ("4000", 143)])
 def test_a_host_that_would_lose_its_signal_is_killed(calls, tmp_path, monkeypatch, caught, exit_code):
-    """The kernel drops SIGTERM to a process 1 that has no handler yet, and the host would begin to train."""
+    """A host without a SIGTERM handler is killed: the kernel drops SIGTERM to such a process 1, so it would train."""
     os.mkfifo(calls.with_name("calls.end"))
     monkeypatch.setenv("STATUS", f"SigBlk:\t0000000000000000\nSigCgt:\t{caught:0>16}")
     with LocalCluster(ClusterSpec(), tmp_path / "jobs", ContainerRuntime("an-image")) as cluster:
@@ -100,7 +100,7 @@ def test_a_host_that_would_lose_its_signal_is_killed(calls, tmp_path, monkeypatc
 
 
 def test_a_script_is_named_as_the_container_sees_it(calls, tmp_path, monkeypatch):
-    """By its path in the current folder, which is the folder of the code; without one, the image's own script runs."""
+    """The script's path is relative to the mounted code folder; without a script, the image runs its own."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").touch()
@@ -114,14 +114,14 @@ def test_a_script_is_named_as_the_container_sees_it(calls, tmp_path, monkeypatch
 
 
 def test_an_image_with_another_entry_point_takes_no_script(calls, tmp_path, monkeypatch):
-    """It would ignore the script, and train something else."""
+    """A script is refused for an image with another entry point, which would ignore it and train something else."""
     monkeypatch.setenv("ENTRY_POINT", '["train"]')
     with pytest.raises(ScriptError, match=r"The entry point of an-image is train, which does not accept a script"):
         ContainerRuntime("an-image", tmp_path).check_command(["train.py"])
 
 
 def test_docker_is_named_where_it_is_missing(tmp_path, monkeypatch):
-    """With what works without it."""
+    """If Docker is not installed, the error names the missing command."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ContainerError, match=r"needs Docker, but its command docker is not on PATH"):
         ContainerRuntime("an-image")

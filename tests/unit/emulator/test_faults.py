@@ -1,4 +1,4 @@
-"""``--fault``: what is accepted, what is refused, and which faults are due when."""
+"""``--fault``: accepted and refused values, and when each fault is due."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _WHENS = st.one_of(
 
 @given(kind=st.sampled_from([Kind.KILL, Kind.KILL_LAUNCHER, Kind.KILL_RANK, Kind.HANG]), host=_HOSTS, when=_WHENS)
 def test_faults_of_a_host_are_read(kind, host, when):
-    """Kind, host and time arrive as they were written, whatever characters a name has."""
+    """Kind, host and time are parsed as written, whatever characters the host's name contains."""
     text = f"{kind.value}:{host}@{when[0]}"
     assert parse(text) == Fault(text, kind, host, not_before=when[1], at_start=when[2])
 
 
 @given(host=st.none() | _HOSTS, when=_WHENS, skew=st.none() | _SECONDS)
 def test_interruptions_are_read(host, when, skew):
-    """An interruption has a host or none, and seconds between its signals or none."""
+    """The host of an interruption and the seconds between its signals are optional."""
     text = "interrupt" + (f":{host}" if host else "") + f"@{when[0]}" + (f",skew={skew}" if skew else "")
     seconds = None if skew is None else float(skew)
     assert parse(text) == Fault(text, Kind.INTERRUPT, host, not_before=when[1], at_start=when[2], seconds=seconds)
@@ -63,7 +63,7 @@ def test_interruptions_are_read(host, when, skew):
     ],
 )
 def test_other_forms_are_read(text, expected):
-    """Each kind has a form of its own."""
+    """Every other form is parsed."""
     fault = parse(text)
     assert {name: getattr(fault, name) for name in expected} == expected
 
@@ -93,14 +93,14 @@ def test_other_forms_are_read(text, expected):
     ],
 )
 def test_malformed_faults_are_refused(text, message):
-    """The message has the text and the form that was expected."""
+    """The error quotes the value and shows the expected form."""
     with pytest.raises(JobConfigError, match=re.escape(f"--fault {text!r}: ") + ".*" + re.escape(message)):
         parse(text)
 
 
 @given(st.text(max_size=40))
 def test_other_texts_are_refused(text):
-    """Whatever was typed, the error names it."""
+    """The error quotes any other value."""
     with pytest.raises(JobConfigError) as raised:
         parse(text)
     assert repr(text) in str(raised.value)
@@ -122,19 +122,19 @@ def test_other_texts_are_refused(text):
     ],
 )
 def test_faults_without_a_target_are_refused(settings, message):
-    """Hosts and local ranks must exist, and the message names those that do."""
+    """Hosts and local ranks that do not exist are refused, and the error lists the valid ones."""
     with pytest.raises(JobConfigError, match=re.escape(message)):
         check(settings, {"trainer": 2, "data": 1}, devices=2)
 
 
 def test_faults_with_a_target_pass():
-    """Hosts may be named, or found by their place in a group."""
+    """Hosts can be given by name or by position in their group."""
     texts = ["kill:algo-3@start", "kill:trainer-2@start", "late:data-1=1", "kill-rank:algo-1/1@start", "restart@start"]
     check(FaultSettings(tuple(map(parse, texts)), 0.0), {"trainer": 2, "data": 1}, devices=2)
 
 
 def test_places_in_a_group_count_by_number():
-    """The first host of a group is the one with the lowest number, whatever the order of the service."""
+    """Positions in a group follow the numbers in the host names, not the order in which the service lists the hosts."""
     members = {"trainer": ["algo-10", "algo-2"], "data-1": ["algo-3", "algo-1"]}
     assert [host_name(f"trainer-{place}", members) for place in (1, 2)] == ["algo-2", "algo-10"]
     assert host_name("data-1-2", members) == "algo-3"
@@ -142,7 +142,7 @@ def test_places_in_a_group_count_by_number():
 
 
 def test_name_wins_over_place():
-    """In a group called algo, algo-2 is the host of that name."""
+    """A host's name takes precedence over a position: in a group called algo, algo-2 is the host of that name."""
     assert host_name("algo-2", {"algo": ["algo-2", "algo-5"]}) == "algo-2"
 
 
@@ -151,7 +151,7 @@ _MOMENTS = st.builds(Moment, st.floats(0, 100), st.integers(0, 100), st.integers
 
 @given(when=_WHENS, moments=st.lists(_MOMENTS))
 def test_a_fault_is_due_from_its_moment_on(when, moments):
-    """Once due, a fault stays due for the rest of the attempt, however rarely it is checked."""
+    """Once due, a fault stays due for the rest of the attempt, however rarely it is polled."""
     fault = parse(f"kill:algo-1@{when[0]}")
     seconds, step, epoch = 0.0, 0, 0
     was_due = False
@@ -165,7 +165,7 @@ def test_a_fault_is_due_from_its_moment_on(when, moments):
 
 
 def test_faults_stay_until_they_happened():
-    """A fault whose target is not there yet is due again; the same fault given twice happens twice."""
+    """A fault stays due until it has been injected, and a fault that is given twice is injected twice."""
     texts = ["kill:algo-1@step=3", "interrupt@step=5", "interrupt@step=5", "late:algo-1=1"]
     plan = FaultPlan(FaultSettings(tuple(map(parse, texts))))
     assert plan.due(Moment(step=2)) == []
@@ -190,24 +190,24 @@ def test_faults_stay_until_they_happened():
     ],
 )
 def test_number_of_attempts(texts, attempts, checkpoints):
-    """Each interruption and restart has an attempt after it."""
+    """Each interruption or restart is followed by another attempt."""
     settings = FaultSettings(tuple(map(parse, texts)))
     assert (settings.num_attempts, settings.needs_checkpoints) == (attempts, checkpoints)
 
 
 def test_help_names_every_kind():
-    """--help has the form of every fault."""
+    """--help shows the form of every fault."""
     assert all(re.search(rf"^  {kind.value}[:@\[]", HELP, re.MULTILINE) for kind in Kind)
 
 
 def test_moments_are_shown_as_far_as_they_are_known():
-    """Before the first report there is no step to show."""
+    """A moment shows no step before the first report."""
     assert str(Moment(1.25)) == "1.2 s"
     assert str(Moment(1.25, 7, 2)) == "step 7, epoch 2, 1.2 s"
 
 
 def test_the_position_is_that_of_rank_0_after_a_batch(tmp_path):
-    """Neither the step of a rank that resumes nor an epoch that begins counts before the next batch has ended."""
+    """The position is rank 0's after its last finished batch; resuming or starting an epoch does not change it."""
     control = ControlFolder(tmp_path)
     host = SimpleNamespace(name="algo-1", group="trainer", env={}, control_dir=control.path)
     found = attempt.Attempt(

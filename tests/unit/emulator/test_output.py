@@ -1,4 +1,4 @@
-"""How the output of an emulated job reaches the terminal and the logs of its hosts."""
+"""How an emulated job's output reaches the terminal and the logs of its hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_sm.emulator.output import Output
 
 
 def test_a_log_that_cannot_be_written_costs_no_line_of_the_terminal(tmp_path):
-    """A full disk is named once, and the host goes on."""
+    """A full disk is reported once, and the terminal still shows every line."""
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / "log.txt").symlink_to("/dev/full")
     shown = io.BytesIO()

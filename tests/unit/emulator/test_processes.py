@@ -24,12 +24,12 @@ def _host(folder):
 
 
 def test_descendants_belong_to_a_host_whatever_their_environment(tmp_path):
-    """Those of another job do not, nor does one that has ended and was not reaped."""
+    """All descendants of a host belong to it; processes of other jobs and zombies do not."""
     with _host(tmp_path / "job" / "algo-1") as host, _host(tmp_path / "job2" / "algo-1") as other:
         child = int(host.stdout.readline())
         other.stdout.readline()
         assert {process.pid for process in processes_below(tmp_path / "job")} == {host.pid, child}
         os.kill(child, signal.SIGKILL)
-        os.kill(host.pid, signal.SIGKILL)  # Popen.kill would reap it, if it has exited already without its child
+        os.kill(host.pid, signal.SIGKILL)  # Popen.kill would reap a host that exited when its child did
         os.waitid(os.P_PID, host.pid, os.WEXITED | os.WNOWAIT)
         assert processes_below(tmp_path / "job") == []

@@ -1,4 +1,4 @@
-"""Folders of emulated jobs: old ones are removed; those in progress and others' files are not."""
+"""Old run folders are removed; runs in progress and other files are kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _few_runs(monkeypatch):
 
 
 def _finished(base, *times):
-    """Folders of runs that began at these times, and have ended."""
+    """Create the folders of finished runs that began at these times."""
     made = []
     for time in times:
         folder = base / f"local-20261122-{time}-a0b1"
@@ -27,7 +27,7 @@ def _finished(base, *times):
 
 
 def test_all_but_the_newest_runs_are_removed(tmp_path):
-    """What else lies beside them stays: files, folders with other names, and what a channel links to."""
+    """Only old runs are removed, not the files, folders with other names and symlink targets beside them."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "large").touch()
     (tmp_path / "local-notes").mkdir()
@@ -40,7 +40,7 @@ def test_all_but_the_newest_runs_are_removed(tmp_path):
 
 
 def test_a_run_in_progress_is_never_removed(tmp_path):
-    """Whatever its age; after it has ended, it is."""
+    """A run in progress is kept however old it is, and removed once it has finished."""
     folder = tmp_path / "local-20261122-090000-a0b1"
     lock = create_run_folder(folder)
     _finished(tmp_path, "100000", "110000")
@@ -52,7 +52,7 @@ def test_a_run_in_progress_is_never_removed(tmp_path):
 
 
 def test_the_name_of_a_new_run_is_the_newest(tmp_path):
-    """It sorts behind those of earlier runs."""
+    """A new run's name sorts after the names of earlier runs."""
     old, _ = _finished(tmp_path, "100000", "110000")
     new = tmp_path / run_name()
     os.close(create_run_folder(new))
@@ -62,7 +62,7 @@ def test_the_name_of_a_new_run_is_the_newest(tmp_path):
 
 
 def test_a_folder_exists_already(tmp_path):
-    """Two runs never share one."""
+    """Two runs never share a folder."""
     (tmp_path / "local-20261122-100000-a0b1").mkdir()
     with pytest.raises(FileExistsError):
         create_run_folder(tmp_path / "local-20261122-100000-a0b1")

@@ -1,4 +1,4 @@
-"""Which channel feeds which argument: the rules, their order and their errors."""
+"""Rules for routing channels to arguments: their order and their errors."""
 
 import pytest
 from hypothesis import given
@@ -49,20 +49,20 @@ PARAMETERS = ("data_dir", "val_dir", "batch_size")
 def test_a_channel_goes_to_the_argument_of_its_name_else_the_main_one_to_the_main_folder(
     channels, parameters, expected
 ):
-    """Channel x goes to x_dir, or to that of another name of its split; else the main channel to data_dir or root."""
+    """Channel x goes to x_dir or to another name of its split; otherwise the main one goes to data_dir or root."""
     assert route(channels, parameters, {}).channel_of == expected
 
 
 @pytest.mark.parametrize("channels", [["training", "train"], ["train", "training"]])
 def test_one_argument_takes_one_channel(channels):
-    """Of two main channels one is used, and the other is reported as unused."""
+    """If there are two main channels, the first is used and the other is reported as unused."""
     routing = route(channels, PARAMETERS, {})
     assert routing.channel_of == {"data.data_dir": channels[0]}
     assert routing.unused == (channels[1],)
 
 
 def test_what_fits_nothing_is_reported():
-    """A channel without an argument is named as unused; the config channel holds no data and is not."""
+    """A channel without an argument is reported as unused; the config channel is not, because it holds no data."""
     assert route(["training", "extra", "config"], PARAMETERS, {}).unused == ("extra",)
 
 
@@ -77,42 +77,42 @@ def test_what_fits_nothing_is_reported():
     ],
 )
 def test_a_mapping_comes_before_the_rules(mapping, expected):
-    """An explicit mapping wins, by the name of a parameter or by a dotted key, with or without init_args."""
+    """An explicit mapping wins. It names a parameter or a dotted key, with or without init_args."""
     assert route(["training", "extra"], PARAMETERS, mapping).channel_of == expected
 
 
 def test_the_config_channel_may_be_mapped():
-    """Who maps the config channel wants it as data."""
+    """The config channel is treated as data if the mapping names it."""
     assert route(["config"], PARAMETERS, {"config": "data_dir"}).channel_of == {"data.data_dir": "config"}
 
 
 def test_a_mapping_of_an_unknown_channel_names_those_of_the_job():
-    """The error has the unknown channel and the known ones."""
+    """Mapping an unknown channel raises an error that lists the job's channels."""
     with pytest.raises(ChannelError, match=r"channels \['trian'\], but the job has the channels \['training'\]"):
         route(["training"], PARAMETERS, {"trian": "data_dir"})
 
 
 def test_another_group_may_have_the_mapped_channel():
-    """In a heterogeneous job, each group has channels of its own."""
+    """In a heterogeneous job, the mapped channel may belong to another instance group."""
     assert route(["training"], ["root"], {"extra": "model.weights"}, all_channels_known=False).channel_of == {
         "data.root": "training"
     }
 
 
 def test_a_mapping_to_an_unknown_parameter_names_those_of_the_data_module():
-    """The error has the unknown parameter and the known ones."""
+    """Mapping to an unknown parameter raises an error that lists the DataModule's parameters."""
     with pytest.raises(ChannelError, match=r"'dir', but the DataModule has the parameters \['batch_size', 'data_dir'"):
         route(["training"], PARAMETERS, {"training": "dir"})
 
 
 def test_two_channels_mapped_to_one_argument_are_an_error():
-    """One of them would be lost."""
+    """Mapping two channels to one argument raises ChannelError, because one of them would be lost."""
     with pytest.raises(ChannelError, match=r"'a' and 'b' are both mapped to 'data\.data_dir'"):
         route(["a", "b"], PARAMETERS, {"a": "data_dir", "b": "data.data_dir"})
 
 
 def test_folders_have_names():
-    """The main ones, and those that end as such."""
+    """A parameter may be a folder if it has a main folder's name or ends in _dir."""
     assert list(map(may_be_folder, ["data_dir", "root", "val_dir", "size"])) == [True, True, True, False]
 
 
@@ -124,7 +124,7 @@ parameters = st.sampled_from(
 
 @given(st.lists(names, unique=True), st.lists(parameters, unique=True))
 def test_every_channel_is_used_once_or_reported_once(channels, parameters):
-    """No channel is lost, none is used twice, and every argument is one that the DataModule has."""
+    """Each channel is used or reported exactly once, and each argument exists in the DataModule."""
     routing = route(channels, parameters, {})
     used = list(routing.channel_of.values())
     assert sorted([*used, *routing.unused]) == sorted(name for name in channels if name != "config")

@@ -1,4 +1,4 @@
-"""The arguments of a script from hyperparameters and the config channel, and telling them from the toolkit's."""
+"""Building script arguments from hyperparameters and the config channel, and recognising the toolkit's arguments."""
 
 import json
 
@@ -18,14 +18,14 @@ VALUES = st.recursive(
 
 
 def job_with(hyperparameters=None, config_dir=None):
-    """A job of one host."""
+    """Return a job with one host."""
     channels = {} if config_dir is None else {"config": Channel("config", config_dir)}
     return make_job({"trainer": ["algo-1"]}, hyperparameters=hyperparameters or {}, channels=channels)
 
 
 @pytest.fixture
 def config_dir(tmp_path):
-    """A config channel: two configurations, and what else may lie in a folder."""
+    """Create a config channel with two YAML files, a JSON file, a README and a subfolder."""
     folder = tmp_path / "input" / "data" / "config"
     (folder / "old.yaml").mkdir(parents=True)
     for name in ("b.yml", "a.yaml", "c.json", "README.md"):
@@ -34,25 +34,25 @@ def config_dir(tmp_path):
 
 
 def test_hyperparameters_become_options(tmp_path):
-    """Without a config channel, the options are the hyperparameters without those for the toolkit."""
+    """Without a config channel, the options are the hyperparameters, except those for the toolkit."""
     job = job_with({"subcommand": "validate", "trainer.max_epochs": "2", "sagemaker_program": "train.py"})
     assert job_arguments(job, tmp_path) == ["validate", "--trainer.max_epochs=2"]
 
 
 def test_files_of_the_config_channel_come_first_and_sorted(config_dir, tmp_path):
-    """Every YAML or JSON file becomes a --config option before the hyperparameters, which override it."""
+    """Each YAML or JSON file becomes a --config option. Hyperparameters follow and override it."""
     arguments = job_arguments(job_with({"a": "1"}, config_dir), tmp_path)
     assert arguments == [*(f"--config={config_dir / name}" for name in ("a.yaml", "b.yml", "c.json")), "--a=1"]
 
 
 @pytest.mark.parametrize("stated", ["b.yml", '"b.yml"'])
 def test_a_config_hyperparameter_chooses_one_file_of_the_channel(config_dir, tmp_path, stated):
-    """The name of a file of the channel, quoted by a framework estimator or not, replaces all of them."""
+    """A config hyperparameter that names a file in the channel, quoted or not, selects that file alone."""
     assert job_arguments(job_with({"config": stated}, config_dir), tmp_path) == [f"--config={config_dir / 'b.yml'}"]
 
 
 def test_a_config_file_of_the_code_comes_before_one_of_the_channel(config_dir, tmp_path):
-    """A path that exists from the working directory is that file, and the channel's files come before it."""
+    """A config path in the working directory wins over the channel's file of that name, and follows all its files."""
     (tmp_path / "b.yml").write_text("{}")
     arguments = job_arguments(job_with({"config": "b.yml"}, config_dir), tmp_path)
     assert arguments[-1] == "--config=b.yml"
@@ -61,16 +61,16 @@ def test_a_config_file_of_the_code_comes_before_one_of_the_channel(config_dir, t
 
 @pytest.mark.parametrize("text", ["trainer: {max_epochs: 1}", "trainer: {max_epochs: 1}" + " " * 2000])
 def test_an_inline_config_passes_unchanged(config_dir, tmp_path, text):
-    """A config hyperparameter that is not a path, however long, is passed on beside the files of the channel."""
+    """A config hyperparameter that is not a path, however long, is passed on after the channel's files."""
     assert job_arguments(job_with({"config": text}, config_dir), tmp_path)[-1] == f"--config={text}"
 
 
 def test_a_config_channel_without_a_folder_has_no_files(tmp_path):
-    """A channel in Pipe mode has no folder to list."""
+    """A channel in Pipe mode has no folder and adds no options."""
     assert job_arguments(job_with({}, tmp_path / "missing"), tmp_path) == []
 
 
-# What sagemaker-training 5.1 makes of these values (mapping.to_cmd_args).
+# How sagemaker-training 5.1 renders these values (mapping.to_cmd_args).
 HYPERPARAMETERS = {
     "k": "true",
     "none": "null",
@@ -83,12 +83,12 @@ RENDERED = ["-b", "4", "--k", "True", "--nested", "x=1,y=[1, 2]", "--none", ""]
 
 
 def test_the_toolkits_command_line_is_recognised():
-    """It has one name and value for each hyperparameter that is not for the toolkit."""
+    """The toolkit writes one name and one value for each hyperparameter that is not for the toolkit."""
     assert is_toolkit_rendering(RENDERED, job_with(HYPERPARAMETERS))
 
 
 def test_the_sdk_v3_drivers_command_line_is_recognised():
-    """SDK v3 passes on the hyperparameters for the toolkit, too."""
+    """SDK v3 also passes on the hyperparameters for the toolkit."""
     arguments = [*RENDERED, "--sagemaker_program", "train.py", "--_tuning_objective_metric", "val_acc"]
     assert is_toolkit_rendering(arguments, job_with(HYPERPARAMETERS))
 
@@ -108,12 +108,12 @@ def test_the_sdk_v3_drivers_command_line_is_recognised():
     ],
 )
 def test_a_command_line_of_the_users_own_is_not_taken_for_the_toolkits(arguments):
-    """A subcommand, a missing or an additional option, or another form: somebody wrote these arguments."""
+    """A subcommand, a missing or additional option, or another notation shows that the user wrote the arguments."""
     assert not is_toolkit_rendering(arguments, job_with(HYPERPARAMETERS))
 
 
 def test_a_value_of_the_scripts_own_wins_and_is_named(caplog):
-    """Options that somebody wrote into a shell script are not replaced in silence by the hyperparameters."""
+    """If the user's arguments override a hyperparameter, the log names the option and both values."""
     job = job_with({"data.batch_size": "32", "model.lr": "0.1"})
     assert not is_toolkit_rendering(["--data.batch_size", "64", "--model.lr", "0.1"], job)
     (line,) = caplog.messages
@@ -124,7 +124,7 @@ def test_a_value_of_the_scripts_own_wins_and_is_named(caplog):
 @pytest.mark.toolkit
 @given(st.dictionaries(st.from_regex(r"[a-z]{1,6}", fullmatch=True), VALUES, min_size=1, max_size=4))
 def test_whatever_the_programs_write_is_recognised(values):
-    """A value of any type and by any SDK is recognised, also after a shell took its quotes."""
+    """Values of any type from any SDK are recognised, even after a shell has removed their quotes."""
     mapping = pytest.importorskip("sagemaker_training.mapping", reason="needs sagemaker-training")
 
     for hyperparameters in (
@@ -144,7 +144,7 @@ def test_whatever_the_programs_write_is_recognised(values):
 
 
 def decoded_as_programs_do(text):
-    """Both read JSON where it is valid."""
+    """Parse JSON if the text is valid JSON, as the toolkit and the SDK v3 driver do."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What processes write into the control folder, and what their launcher reads."""
+"""The control folder: what processes write and what their launcher reads."""
 
 import faulthandler
 import os
@@ -14,7 +14,7 @@ from lightning_sm.job.variables import CONTROL_DIR
 
 @pytest.fixture
 def control(tmp_path):
-    """The folder, from the side of the launcher."""
+    """Create the control folder as the launcher does."""
     with ControlFolder(tmp_path / "control") as folder:
         folder.path.mkdir()
         yield folder
@@ -22,14 +22,14 @@ def control(tmp_path):
 
 @pytest.fixture
 def announced(control):
-    """Announces this process, which must forget the signal afterwards."""
+    """Return a function that announces this process, and unregister its signal handler afterwards."""
     yield lambda: announce({CONTROL_DIR.name: str(control.path)})
-    # With another handler in its place, faulthandler would still believe that its own is there, also in forks.
+    # If another handler replaced it, faulthandler would still consider its handler installed, even in forks.
     faulthandler.unregister(STACKS_SIGNAL)
 
 
 def test_a_process_says_where_it_stands(control, announced):
-    """The last beat counts, whatever its length; the same process is announced once."""
+    """The last beat replaces earlier ones, whatever its length. A process is announced only once."""
     process = announced()
     assert announced() is process
     (first,) = control.beats()
@@ -45,13 +45,13 @@ def test_a_process_says_where_it_stands(control, announced):
 
 
 def test_without_a_launcher_nothing_is_announced(tmp_path):
-    """On a laptop there is no folder; a process may outlive its launcher, and the folder with it."""
+    """A process is not announced if no folder is set, or if the folder was deleted with its launcher."""
     assert announce({}) is None
     assert announce({CONTROL_DIR.name: str(tmp_path / "gone")}) is None
 
 
 def test_a_file_made_by_hand_announces_a_process(control):
-    """Scripts without lightning_sm touch a file; others in the folder are no processes."""
+    """Scripts without lightning_sm announce themselves with an empty file; other files are ignored."""
     (control.path / "process-17").touch()
     (control.path / "process-18").write_text("1.0 0 0 0 reading")
     (control.path / "process-x").touch()
@@ -61,7 +61,7 @@ def test_a_file_made_by_hand_announces_a_process(control):
 
 
 def test_saved_files_and_lost_peers(control, announced):
-    """A host may have saved nothing, which is not the same as not having been interrupted."""
+    """A host that was interrupted without saving files differs from one that was not interrupted."""
     process = announced()
     assert (control.saved(), process.are_peers_gone()) == (None, False)
     process.note_saved([])
@@ -74,7 +74,7 @@ def test_saved_files_and_lost_peers(control, announced):
 
 
 def ask_for_stacks(control, script, function):
-    """Ask a process for its stacks until they show a function, in which it blocks; let it end, and return them."""
+    """Request a process's stacks until they show the function it blocks in; let it exit, and return the stacks."""
     child = subprocess.Popen(
         [
             sys.executable,
@@ -89,7 +89,7 @@ def ask_for_stacks(control, script, function):
         assert child.stdout.readline() == b"ready\n"
         assert control.stacks(child.pid) == ""
         deadline = time.monotonic() + 30
-        # It may print before it blocks.
+        # The process may print "ready" before it blocks.
         while f" in {function}\n" not in control.stacks(child.pid) and time.monotonic() < deadline:
             child.send_signal(STACKS_SIGNAL)
         child.communicate()
@@ -99,14 +99,14 @@ def ask_for_stacks(control, script, function):
 
 
 def test_stacks_are_written_on_request(control):
-    """The signal shows the stacks of all threads, also while the main thread blocks in C."""
+    """The signal dumps the stacks of all threads, even if the main thread is blocked in C."""
     script = "from lightning_sm.job.control_folder import announce\nannounce()\nprint('ready', flush=True)\n"
     assert " in blocking\n" in ask_for_stacks(control, script, "blocking")
 
 
 @pytest.mark.parametrize("again", ["", "announce()\n"])
 def test_a_trainer_that_ends_takes_no_stacks_away(control, again):
-    """Lightning restores the handlers that Python knows, at the end of each fit or test of a Trainer."""
+    """Stacks are still written after Lightning has restored Python's signal handlers at the end of a Trainer run."""
     script = (
         "from lightning_sm.job.control_folder import announce\nannounce()\n"
         "from pytorch_lightning.trainer.connectors.signal_connector import _SignalConnector\n"

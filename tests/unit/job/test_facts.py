@@ -1,4 +1,4 @@
-"""The facts of a job are read from every source that exists."""
+"""Reading the facts of a job from every available source."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tests.fakes.job_folder import (
 
 
 def test_no_source_means_off_sagemaker(tmp_path):
-    """Without the file and without variables there is no job, which is not an error."""
+    """Without the file and the variables, there is no job and no error."""
     assert SageMakerJob.from_environment({}, tmp_path) is None
     assert SageMakerJob.from_environment({"SM_HOSTS": "", "SM_RESOURCE_CONFIG": ""}, tmp_path) is None
 
 
 def test_off_sagemaker_other_files_and_settings_do_not_matter(tmp_path):
-    """Only hosts make a job; hyperparameters or settings alone do not."""
+    """Hyperparameters or settings alone, without hosts, do not make a job."""
     write_job(tmp_path, hyperparameters={"a": "1"}, channels={"train": {}})
     assert SageMakerJob.from_environment({"LIGHTNING_SM_DEVICES": "2"}, tmp_path) is None
 
 
 def test_sources_are_tried_from_file_to_variables(tmp_path):
-    """The file wins over SM_RESOURCE_CONFIG, which wins over SM_HOSTS: only the file is always this host's own."""
+    """The file, always written for this host, wins over SM_RESOURCE_CONFIG, which wins over SM_HOSTS."""
     variables = {"SM_HOSTS": '["third"]', "SM_CURRENT_HOST": "third"}
     assert read(tmp_path, **variables).current_host == "third"
     variables["SM_RESOURCE_CONFIG"] = json.dumps(resource_config({"g": ["second"]}, "second"))
@@ -45,7 +45,7 @@ def test_sources_are_tried_from_file_to_variables(tmp_path):
 
 
 def test_source_names_where_the_hosts_came_from(tmp_path):
-    """Later errors can say which file or variable to look at."""
+    """The job records which file or variable its hosts came from, so that errors can name it."""
     from_variables = read(tmp_path, SM_HOSTS='["a"]', SM_CURRENT_HOST="a")
     assert (from_variables.source, from_variables.has_own_file) == ("SM_HOSTS/SM_CURRENT_HOST", False)
     assert read(tmp_path, SM_RESOURCE_CONFIG=SDK_V3_LOCAL).source == "SM_RESOURCE_CONFIG"
@@ -55,7 +55,7 @@ def test_source_names_where_the_hosts_came_from(tmp_path):
 
 
 def test_base_dir_comes_from_the_argument_then_the_variable(tmp_path):
-    """SAGEMAKER_BASE_DIR moves /opt/ml, and an explicit folder wins over it."""
+    """SAGEMAKER_BASE_DIR replaces /opt/ml; an explicit folder wins over it."""
     one = write_job(tmp_path / "one", resource_config({"g": ["one"]}, "one"))
     two = write_job(tmp_path / "two", resource_config({"g": ["two"]}, "two"))
     env = {"SAGEMAKER_BASE_DIR": str(one)}
@@ -68,7 +68,7 @@ def test_base_dir_comes_from_the_argument_then_the_variable(tmp_path):
 
 
 def test_folders_follow_the_base_dir(tmp_path):
-    """Every folder is below the base folder, and outputs of hosts do not meet."""
+    """All folders are below the base folder, and each host has a separate output folder."""
     job = read(write_job(tmp_path, SERVICE))
     assert job.model_dir == tmp_path / "model"
     assert job.output_dir == tmp_path / "output"
@@ -80,7 +80,7 @@ def test_folders_follow_the_base_dir(tmp_path):
 
 
 def test_service_file_of_a_homogeneous_job(tmp_path):
-    """One group is not a heterogeneous job, and the unsorted hosts of the group are kept as they are."""
+    """A job with one group is not heterogeneous, and the group's hosts stay in the file's order."""
     job = read(write_job(tmp_path, SERVICE))
     assert job.hosts == ("algo-1", "algo-2", "algo-3", "algo-4")
     assert job.groups == (
@@ -91,7 +91,7 @@ def test_service_file_of_a_homogeneous_job(tmp_path):
 
 
 def test_more_than_one_group_is_a_heterogeneous_job(tmp_path):
-    """Groups keep the order of the file, and the group of this host is found by its hosts."""
+    """Groups keep the order of the file, and the current group is the one that contains this host."""
     job = read(write_job(tmp_path, resource_config(TWO_GROUPS, "algo-3", instance_types=TYPES)))
     assert job.is_heterogeneous
     assert [group.name for group in job.groups] == ["data_group", "gpu_group"]
@@ -100,14 +100,14 @@ def test_more_than_one_group_is_a_heterogeneous_job(tmp_path):
 
 @pytest.mark.parametrize("groups", [None, []])
 def test_missing_and_empty_groups_are_one_group_of_all_hosts(tmp_path, groups):
-    """Local mode writes no groups; the toolkit then has an empty list."""
+    """Without groups, as in local mode or as an empty list from the toolkit, all hosts form one group."""
     resources = {"current_host": "a", "hosts": ["b", "a"], "instance_groups": groups, "current_instance_type": "local"}
     job = read(write_job(tmp_path, resources))
     assert job.groups == (InstanceGroup("homogeneousCluster", ("b", "a"), "local"),)
 
 
 def test_sdk_v2_local_mode_verbatim(tmp_path):
-    """Host names with a suffix and no groups at all."""
+    """SDK v2's local mode is read: its host names have a suffix, and there are no groups."""
     job = read(write_job(tmp_path, SDK_V2_LOCAL, channels={"train": {"TrainingInputMode": "File"}}))
     assert (job.current_host, job.hosts) == ("algo-2-d0zia", ("algo-1-d0zia", "algo-2-d0zia"))
     assert job.groups == (InstanceGroup("homogeneousCluster", job.hosts, "local"),)
@@ -115,14 +115,14 @@ def test_sdk_v2_local_mode_verbatim(tmp_path):
 
 
 def test_sdk_v3_local_mode_verbatim(tmp_path):
-    """The interface is reported as written, though no container has it."""
+    """SDK v3's local mode is read: the interface is reported as written, although no container has it."""
     job = read(write_job(tmp_path, SDK_V3_LOCAL))
     assert job.network_interface == "ethwe"
     assert job.current_group.instance_type == "local_cpu"
 
 
 def test_toolkit_variables_carry_groups(tmp_path):
-    """Without any file the groups come from SM_INSTANCE_GROUPS_DICT."""
+    """Without a file, the groups come from SM_INSTANCE_GROUPS_DICT."""
     entries = resource_config(TWO_GROUPS, "algo-1", instance_types=TYPES)["instance_groups"]
     job = read(
         tmp_path,
@@ -139,7 +139,7 @@ def test_toolkit_variables_carry_groups(tmp_path):
 
 
 def test_without_checkpoint_configuration_there_is_no_checkpoint_folder(tmp_path):
-    """The folder alone proves nothing: only the file says that it is synchronised."""
+    """An existing folder is not used for checkpoints unless the configuration file declares it as synchronised."""
     (tmp_path / "checkpoints").mkdir()
     job = read(write_job(tmp_path, SERVICE))
     assert (job.checkpoint_dir, job.checkpoint_uri, job.tensorboard_dir) == (None, None, None)
@@ -147,7 +147,7 @@ def test_without_checkpoint_configuration_there_is_no_checkpoint_folder(tmp_path
 
 @pytest.mark.parametrize(("name", "folder"), [("tune-1-003", "checkpoints/tune-1-003"), (None, "checkpoints")])
 def test_training_jobs_of_a_tuning_job_have_checkpoint_folders_of_their_own(tmp_path, name, folder):
-    """They share one address in S3, and would resume from each other's checkpoints."""
+    """Training jobs of one tuning job share an S3 address and would resume from each other in a common folder."""
     hyperparameters = {"_tuning_objective_metric": "val_acc", "lr": "0.1"}
     base = write_job(tmp_path, SERVICE, checkpoint={"S3Uri": "s3://b/c"}, hyperparameters=hyperparameters)
     variables = {} if name is None else {"TRAINING_JOB_NAME": name}
@@ -163,7 +163,7 @@ def test_training_jobs_of_a_tuning_job_have_checkpoint_folders_of_their_own(tmp_
     ],
 )
 def test_checkpoint_configuration_gives_folder_and_address(tmp_path, checkpoint, directory, uri):
-    """The stated folder is used, else SageMaker's default below the base folder."""
+    """The configured folder is used; the default is SageMaker's, below the base folder."""
     job = read(write_job(tmp_path, SERVICE, checkpoint=checkpoint))
     assert job.checkpoint_dir == (Path(directory) if directory else tmp_path / "checkpoints")
     assert job.checkpoint_uri == uri
@@ -179,19 +179,19 @@ def test_checkpoint_configuration_gives_folder_and_address(tmp_path, checkpoint,
     ],
 )
 def test_checkpoints_with_an_address_are_uploaded(tmp_path, checkpoint, has_agent):
-    """Also by the emulator's agent, whose address is not one of S3."""
+    """The emulator's agent also uploads checkpoints, though its address is not in S3."""
     assert read(write_job(tmp_path, SERVICE, checkpoint=checkpoint)).has_upload_agent is has_agent
 
 
 @pytest.mark.parametrize(("stated", "directory"), [({"LocalPath": "/tb"}, "/tb"), ({"S3OutputPath": "s3://b"}, None)])
 def test_tensorboard_configuration_gives_folder(tmp_path, stated, directory):
-    """The stated folder is used, else SageMaker's default below the base folder."""
+    """The configured folder is used; the default is SageMaker's, below the base folder."""
     job = read(write_job(tmp_path, SERVICE, tensorboard=stated))
     assert job.tensorboard_dir == (Path(directory) if directory else tmp_path / "output" / "tensorboard")
 
 
 def test_channels_carry_mode_and_distribution(tmp_path):
-    """Missing settings have the defaults of the API; what this package does not use is ignored."""
+    """Missing settings have the API's defaults; settings that this package does not use are ignored."""
     channels = {
         "train": {"TrainingInputMode": "Pipe", "S3DistributionType": "ShardedByS3Key", "RecordWrapperType": "None"},
         "val": {},
@@ -204,7 +204,7 @@ def test_channels_carry_mode_and_distribution(tmp_path):
 
 
 def test_channels_come_from_the_variable_without_a_file(tmp_path):
-    """SM_INPUT_DATA_CONFIG stands in for a missing file only."""
+    """SM_INPUT_DATA_CONFIG is used only if the file is missing."""
     variables = {"SM_INPUT_DATA_CONFIG": '{"by_variable": {}}'}
     write_job(tmp_path, SERVICE)
     assert list(read(tmp_path, **variables).channels) == ["by_variable"]
@@ -213,7 +213,7 @@ def test_channels_come_from_the_variable_without_a_file(tmp_path):
 
 
 def test_channels_that_sdk_v3_adds_for_itself_are_hidden(tmp_path):
-    """The drivers and, beside them, the user's code are no data."""
+    """The channels for SDK v3's drivers and the user's code are not data."""
     job = read(write_job(tmp_path, SERVICE, channels={"sm_drivers": {}, "code": {}, "train": {}}))
     assert list(job.channels) == ["train"]
 
@@ -229,7 +229,7 @@ def test_channels_that_sdk_v3_adds_for_itself_are_hidden(tmp_path):
     ],
 )
 def test_a_channel_named_code_is_data_unless_the_script_is_in_it(tmp_path, directory, names):
-    """SDK v3 gives that away by its drivers; SDK v2 and ``lightning-sm submit`` by the place of the code."""
+    """The drivers (SDK v3) or the code's path (SDK v2, ``lightning-sm submit``) show that the channel holds code."""
     hyperparameters = {} if directory is None else {"sagemaker_submit_directory": f'"{directory}"'}
     job = read(write_job(tmp_path, SERVICE, channels={"code": {}, "train": {}}, hyperparameters=hyperparameters))
     assert list(job.channels) == names
@@ -243,7 +243,7 @@ def test_hyperparameters_keep_their_text(tmp_path):
 
 
 def test_hyperparameters_come_from_the_variable_without_a_file(tmp_path):
-    """The toolkit decoded SM_HPS, so that all its values are written as JSON again."""
+    """The values of SM_HPS are encoded as JSON again, because the toolkit decoded them."""
     write_job(tmp_path, SERVICE)
     assert read(tmp_path, SM_HPS='{"a": "a b", "n": null}').hyperparameters == {"a": '"a b"', "n": "null"}
     write_job(tmp_path, hyperparameters={})
@@ -254,14 +254,14 @@ def test_hyperparameters_come_from_the_variable_without_a_file(tmp_path):
 
 
 def test_settings_default_to_unset(tmp_path):
-    """Without LIGHTNING_SM_* variables every decision is left to the rules."""
+    """Settings without a LIGHTNING_SM_* variable are unset, so that the rules decide."""
     job = read(write_job(tmp_path, SERVICE))
     assert (job.addresses, job.data_groups, job.main_port, job.devices, job.name) == ({}, None, None, None, None)
     assert job.num_gpus >= 0
 
 
 def test_settings_are_read_from_variables(tmp_path):
-    """Each LIGHTNING_SM_* variable sets its fact."""
+    """Each LIGHTNING_SM_* variable sets one fact of the job."""
     job = read(
         write_job(tmp_path, SERVICE),
         LIGHTNING_SM_HOST_ADDRESSES='{"algo-1": "10.0.0.1"}',
@@ -282,12 +282,12 @@ def test_settings_are_read_from_variables(tmp_path):
     [({}, False), ({"algo-1": "10.0.0.1"}, False), ({"algo-1": "127.0.0.2"}, True), ({"algo-2": "127.0.0.3"}, False)],
 )
 def test_hosts_share_a_machine_if_the_address_of_this_one_is_local(addresses, is_shared):
-    """Other hosts could not reach it otherwise."""
+    """A local address of this host implies a shared machine, since other hosts could not reach it otherwise."""
     assert SageMakerJob("algo-1", ("algo-1", "algo-2"), (), "test", addresses=addresses).shares_machine == is_shared
 
 
 def test_the_name_comes_from_the_toolkit_where_the_service_does_not_tell(tmp_path):
-    """A rank on another host, which the toolkit's mpirun started, has only its variables."""
+    """A rank that the toolkit's mpirun started on another host reads the job's name from the toolkit's variables."""
     write_job(tmp_path, SERVICE)
     assert read(tmp_path, SM_TRAINING_ENV='{"job_name": "job-1"}').name == "job-1"
     assert read(tmp_path, SM_TRAINING_ENV='{"job_name": null}').name is None
@@ -295,5 +295,5 @@ def test_the_name_comes_from_the_toolkit_where_the_service_does_not_tell(tmp_pat
 
 
 def test_empty_data_groups_mean_none_and_not_unset(tmp_path):
-    """An empty LIGHTNING_SM_DATA_GROUPS switches the rules off."""
+    """An empty LIGHTNING_SM_DATA_GROUPS disables the rules that choose data groups."""
     assert read(write_job(tmp_path, SERVICE), LIGHTNING_SM_DATA_GROUPS="").data_groups == ()

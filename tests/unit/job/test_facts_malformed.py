@@ -1,4 +1,4 @@
-"""Malformed sources of a job are errors that name the source, the field and its value."""
+"""Malformed job sources raise errors that name the source, the field and its value."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.fakes.job_folder import SERVICE, TWO_GROUPS, TYPES, read, resource_co
 
 
 def broken(**changes: object) -> dict[str, object]:
-    """The file of a heterogeneous job with some fields changed."""
+    """Return the file of a heterogeneous job with some fields changed."""
     return {**resource_config(TWO_GROUPS, "algo-1", instance_types=TYPES), **changes}
 
 
 def group(name: object, hosts: object, **others: object) -> dict[str, object]:
-    """One entry of instance_groups."""
+    """Return one entry of instance_groups."""
     return {"instance_group_name": name, "hosts": hosts, **others}
 
 
@@ -72,7 +72,7 @@ def group(name: object, hosts: object, **others: object) -> dict[str, object]:
     ],
 )
 def test_malformed_resource_file_is_an_error_with_file_field_and_value(tmp_path, resources, message):
-    """A present but malformed file never yields a default: the message says where to look."""
+    """A malformed file raises an error that names the file and the field, and never falls back to a default."""
     file = re.escape(str(tmp_path / "input/config/resourceconfig.json"))
     with pytest.raises(JobConfigError, match=f"(?s)^{file}.*{message}"):
         read(write_job(tmp_path, resources))
@@ -89,7 +89,7 @@ def test_malformed_resource_file_is_an_error_with_file_field_and_value(tmp_path,
     ],
 )
 def test_file_that_cannot_be_read_is_an_error(tmp_path, name):
-    """A folder in the place of a file is not the same as no file."""
+    """A folder in place of a file is an error, unlike a missing file."""
     write_job(tmp_path, None if name == "resourceconfig.json" else SERVICE)
     (tmp_path / "input/config" / name).mkdir()
     with pytest.raises(JobConfigError, match=f"{re.escape(name)}: cannot be read"):
@@ -110,7 +110,7 @@ def test_file_that_cannot_be_read_is_an_error(tmp_path, name):
     ],
 )
 def test_other_malformed_files_are_errors(tmp_path, files, message):
-    """Each file is checked as strictly as the list of hosts."""
+    """Every other file is checked as strictly as the list of hosts."""
     with pytest.raises(JobConfigError, match=message):
         read(write_job(tmp_path, SERVICE, **files))
 
@@ -140,7 +140,7 @@ def test_other_malformed_files_are_errors(tmp_path, files, message):
     ],
 )
 def test_malformed_variables_are_errors_with_their_names(tmp_path, variables, message):
-    """What the toolkit passes on is checked like the files."""
+    """Variables from the toolkit are checked as strictly as the files."""
     with pytest.raises(JobConfigError, match=message):
         read(tmp_path, **variables)
 
@@ -150,7 +150,7 @@ def test_malformed_variables_are_errors_with_their_names(tmp_path, variables, me
 
 @pytest.mark.parametrize("text", ["0", "65536", "-1", "1.5", "many", " 80", "\u0663", "9" * 5000])
 def test_port_out_of_range_is_an_error(tmp_path, text):
-    """What is not a port is named with its variable and value."""
+    """An invalid port raises an error that names the variable and its value."""
     with pytest.raises(
         JobConfigError, match=f"^LIGHTNING_SM_MAIN_PORT='{text[:197]}.*': expected a whole number from 1 to 65535"
     ):
@@ -173,7 +173,7 @@ def test_port_out_of_range_is_an_error(tmp_path, text):
     ],
 )
 def test_malformed_setting_is_an_error(tmp_path, variable, text, message):
-    """A setting is never silently ignored."""
+    """A malformed setting is never ignored silently."""
     with pytest.raises(JobConfigError, match=message):
         read(write_job(tmp_path, SERVICE), **{variable: text})
 
@@ -204,7 +204,7 @@ almost_resources = st.fixed_dictionaries(
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=(almost_resources | json_values).map(json.dumps) | st.binary(max_size=20))
 def test_any_resource_file_gives_a_job_or_the_named_error(tmp_path, content):
-    """Whatever the file holds, the groups of a job are a partition of its hosts, or the error is JobConfigError."""
+    """Any content yields either a job whose groups partition its hosts, or JobConfigError."""
     write_job(tmp_path, content)
     try:
         job = read(tmp_path)

@@ -1,4 +1,4 @@
-"""What a process that dies of an exception tells its launcher."""
+"""Failure files: how a process that dies of an exception reports it to its launcher."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from lightning_sm.job.variables import CONTROL_DIR
 
 
 class DistBackendError(RuntimeError):
-    """Named and placed as torch's."""
+    """An exception with the name and module of torch's."""
 
 
 DistBackendError.__module__ = "torch.distributed"
 
 
 class SIGTERMException(SystemExit):
-    """Named as Lightning's."""
+    """An exception with the name of Lightning's."""
 
 
 def died(folder, source):
-    """Run a script that reports failures; return its exit code, and what it said."""
+    """Run a script that reports failures; return the finished process and the failure it reported."""
     folder.mkdir()
     start = "import os, sys\nfrom lightning_sm.job.failure_file import report_failures\nreporter = report_failures()\n"
     script = folder.parent / "train.py"
@@ -43,7 +43,7 @@ def died(folder, source):
 
 
 def test_an_exception_is_described(tmp_path):
-    """Type, message of several lines, frames and rank; Python prints it as ever."""
+    """The report holds type, multi-line message, frames and rank; Python prints the traceback as usual."""
     source = "reporter.rank = lambda: 3\ndef f():\n    raise ValueError('bad shape\\nof two')\nf()\n"
     ended, failure = died(tmp_path / "control", source)
     assert ended.returncode == 1
@@ -60,25 +60,25 @@ def test_an_exception_is_described(tmp_path):
         "os._exit(9)",
         "sys.exit(9)",
         "os.kill(os.getpid(), 9)",
-        # Caught and logged.
+        # The exception is caught and logged.
         "import traceback\ntry:\n    import no_kernel\nexcept ImportError:\n    traceback.print_exc()\nsys.exit(1)",
-        # In a background thread.
+        # The exception is raised in a background thread.
         "import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start()\nt.join()\nsys.exit(1)",
-        # In a child process.
+        # The exception is raised in a child process.
         "if not os.fork():\n    raise ValueError('of the child')\nos.wait()\nsys.exit(9)",
-        # Reported early, and then caught by the script.
+        # The exception is reported early, and then caught by the script.
         "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    reporter.report(error)\nsys.exit(9)",
     ],
 )
 def test_without_an_exception_that_ends_it_a_process_says_nothing(tmp_path, source):
-    """Its file stays empty: it was killed, or it exited."""
+    """The failure file stays empty if the process was killed or exited without an exception."""
     ended, failure = died(tmp_path / "control", source)
     assert ended.returncode != 0
     assert failure is None
 
 
 def test_torchruns_file_is_there_only_for_an_exception_that_ends_the_process(tmp_path):
-    """An empty file makes torchrun fail, and it takes any other for the reason."""
+    """The file exists only while an exception is reported: an empty one breaks torchrun, others count as the reason."""
     file = tmp_path / "error.json"
     reporter = report_failures({"TORCHELASTIC_ERROR_FILE": str(file)})
     assert not file.exists()
@@ -91,9 +91,9 @@ def test_torchruns_file_is_there_only_for_an_exception_that_ends_the_process(tmp
 
 
 def test_on_a_full_disk_the_traceback_is_the_reason(tmp_path):
-    """It is printed as ever, behind a line that names the file; nothing pretends that there was no exception."""
+    """Python still prints the traceback, after a line that names the file, and no empty report remains."""
     (folder := tmp_path / "control").mkdir()
-    # A limit of 0 bytes for each file takes the place of the full disk.
+    # A file size limit of 0 bytes simulates the full disk.
     source = (
         "import resource\n"
         "from lightning_sm.job.failure_file import report_failures\n"
@@ -111,14 +111,14 @@ def test_on_a_full_disk_the_traceback_is_the_reason(tmp_path):
 
 
 def test_what_a_newer_version_adds_to_a_report_is_ignored(tmp_path):
-    """The launcher has the image's version of this package, the script perhaps that of the job's code."""
+    """The launcher runs the image's version of this package, but the script may run a newer one from the job's code."""
     failure = ProcessFailure(1, 2.0, ("ValueError: x",), ())
     (tmp_path / "failure-7.json").write_bytes(failure.encode().replace(b"{", b'{"added":0,', 1))
     assert read_failures(tmp_path) == {7: failure}
 
 
 def test_an_exception_that_was_reported_early_is_printed_once(tmp_path):
-    """As by a rank that fails in ``fit``, where printing must not wait for the exit."""
+    """An exception is printed once, even if a rank printed it before its exit, as after a failure in ``fit``."""
     source = "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n"
     source += "    sys.excepthook(type(error), error, error.__traceback__)\n    raise\n"
     ended, failure = died(tmp_path / "control", source)
@@ -127,7 +127,7 @@ def test_an_exception_that_was_reported_early_is_printed_once(tmp_path):
 
 
 def test_a_signal_that_ends_a_failing_process_hides_no_exception(tmp_path):
-    """The job may end on another host because of this exception, before this process has exited."""
+    """A signal does not hide an exception, which may have ended the job on another host before this process exits."""
     source = "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    reporter.report(error)\n"
     source += "    reporter.keep()\n    sys.exit(143)\n"
     ended, failure = died(tmp_path / "control", source)
@@ -136,13 +136,13 @@ def test_a_signal_that_ends_a_failing_process_hides_no_exception(tmp_path):
 
 
 def test_a_hook_that_replaces_ours_hides_nothing(tmp_path):
-    """Libraries that print tracebacks in their own way need not call the hook of before."""
+    """The exception is reported even if a library replaces the exception hook without calling the previous one."""
     _, failure = died(tmp_path / "control", "sys.excepthook = lambda *_: None\n1 / 0\n")
     assert failure.lines == ("ZeroDivisionError: division by zero",)
 
 
 def test_handlers_at_exit_see_a_failure_first(tmp_path):
-    """What must not happen at the exit of a failing process is undone before."""
+    """A failing process can cancel exit handlers before they run."""
     source = "import atexit\natexit.register(print, 'left')\n"
     source += "reporter.on_failure = lambda: atexit.unregister(print)\n1 / 0\n"
     ended, _ = died(tmp_path / "control", source)
@@ -150,7 +150,7 @@ def test_handlers_at_exit_see_a_failure_first(tmp_path):
 
 
 def caught(function):
-    """What a function raises."""
+    """Return the exception that a function raises."""
     try:
         function()
     except BaseException as error:  # noqa: BLE001 - whatever it raises is what is wanted
@@ -159,7 +159,7 @@ def caught(function):
 
 
 def chained(first, last):
-    """The last exception, raised while the first one was handled."""
+    """Return the last exception, raised while the first one was being handled."""
 
     def raise_both():
         try:
@@ -174,7 +174,7 @@ LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1
 
 
 def test_of_a_chain_the_last_that_is_no_consequence_counts():
-    """A failing rank may lose its peers while it handles its own exception."""
+    """The last exception of a chain is reported, unless it is a consequence, such as a lost peer."""
     assert ProcessFailure.of(chained(KeyError("a"), ValueError("no a"))).lines == ("ValueError: no a",)
     failure = ProcessFailure.of(chained(ValueError("a bad sample"), RuntimeError(LOST)))
     assert (failure.lines, failure.is_consequence) == (("ValueError: a bad sample",), False)
@@ -196,7 +196,7 @@ def test_of_a_chain_the_last_that_is_no_consequence_counts():
     ],
 )
 def test_consequences(error, is_one):
-    """What torch raises for a lost peer, and what ends a process that was told to end; not what quotes it."""
+    """A lost peer or a requested exit is a consequence; an exception that only quotes one is not."""
     assert followed_from_another(error) is is_one
 
 
@@ -219,12 +219,12 @@ def test_consequences(error, is_one):
     ],
 )
 def test_what_would_recur(error, would):
-    """Code that cannot be imported, and contradictions in the job's settings, by their types."""
+    """Import errors and contradictory job settings would recur; the exception's type decides."""
     assert would_recur(error) is would
 
 
 def test_an_exception_of_a_worker_process_is_preferred_to_its_messenger():
-    """As torch raises it, with the worker's traceback in its message."""
+    """The worker's exception comes first, followed by torch's, which carries the worker's traceback in its message."""
     message = (
         "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
         '  File "/code/data.py", line 7, in __getitem__\n    open(path)\nOSError: no such image\n'
@@ -235,7 +235,7 @@ def test_an_exception_of_a_worker_process_is_preferred_to_its_messenger():
 
 
 def test_an_exception_of_a_data_host_is_the_users_own():
-    """With sample and data host; the frames are those on the data host."""
+    """An exception from a data host is reported with the sample, the data host and the frames from there."""
     message = (
         "ValueError: sample 40 is corrupt\non data host algo-3, worker 0: index 40, batch of step 5\n"
         'Traceback (most recent call last):\n  File "/code/images.py", line 9, in __getitem__\n    raise ValueError\n'
@@ -248,7 +248,7 @@ def test_an_exception_of_a_data_host_is_the_users_own():
 
 
 def test_a_syntax_error_names_file_and_line():
-    """Python prints them before the error."""
+    """A syntax error is reported with the file and line that Python prints before it."""
     failure = ProcessFailure.of(caught(lambda: compile("x = 1\ndef f(:\n", "/code/model.py", "exec")))
     assert failure.lines == ("SyntaxError: invalid syntax",)
     assert failure.frames[-1] == 'File "/code/model.py", line 2: def f(:'

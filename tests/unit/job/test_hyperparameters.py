@@ -1,4 +1,4 @@
-"""Hyperparameters of every way to start a job become arguments that a real jsonargparse parser reads back."""
+"""Hyperparameters from every way to start a job become arguments that a real jsonargparse parser reads back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("error::SyntaxWarning", "error::Deprecat
 # ---- tables
 
 TABLE = [
-    # value, type of the option, and the text by SDK v2 generic, SDK v2 framework, SDK v3
+    # Columns: value, type of the option, and the text from SDK v2 generic, SDK v2 framework and SDK v3.
     (True, bool, "True", "true", "true"),
     (False, bool, "False", "false", "false"),
     (None, int | None, "None", "null", "null"),
@@ -44,7 +44,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("value", "kind", "generic", "framework", "v3"), TABLE)
 def test_each_route_brings_each_kind_of_value(value, kind, generic, framework, v3):
-    """A value arrives at an option of its type, whichever way it was sent."""
+    """A value reaches an option of its type, whichever way it was sent."""
     for route, stated in ((sdk_v2_generic, generic), (sdk_v2_framework, framework), (sdk_v3, v3)):
         text = route({"k": value})["k"]
         if stated is None:  # the same kind of text as in another row, or documented as lost
@@ -101,7 +101,7 @@ def test_each_route_brings_each_kind_of_value(value, kind, generic, framework, v
     ],
 )
 def test_arguments_are_in_a_fixed_order_and_change_little(hyperparameters, argv):
-    """The subcommand is first, then config files, then one token for each option, sorted by key."""
+    """The subcommand comes first, then config files, then one token per option, sorted by key."""
     assert to_argv(hyperparameters) == argv
 
 
@@ -110,19 +110,19 @@ def test_arguments_are_in_a_fixed_order_and_change_little(hyperparameters, argv)
     ["{'a': nan}", "{1, 2}", "[b'x']", "[1](2)", "[unquoted]", "(1)", "(" * 400, "[" * 100_000, "{" * 2500, "9" * 5000],
 )
 def test_text_that_is_no_plain_literal_is_left_alone(text):
-    """What neither JSON nor Python's literals explain is passed on as it is."""
+    """Text that neither JSON nor Python's literal syntax accepts is passed on unchanged."""
     assert to_argv({"a": text, "b": "not json"}) == [f"--a={text}", "--b=not json"]
 
 
 def test_config_files_of_the_caller_come_before_those_of_the_job():
-    """Later config files win, so that the job's own key overrides the channel."""
+    """Config files of the caller come first, because later files win and the job's file must override the channel."""
     argv = to_argv({"config": "own.yaml", "a": "1", "subcommand": "fit"}, config_files=["c/1.yaml", "c/2.yaml"])
     assert argv == ["fit", "--config=c/1.yaml", "--config=c/2.yaml", "--config=own.yaml", "--a=1"]
 
 
 @pytest.mark.parametrize("key", ["", "a=b", "a b", "a\tb", "-a", "--a", "\n"])
 def test_key_that_forms_no_option_is_an_error(key):
-    """A key that the parser would take for something else is named in the error, on both sides."""
+    """Both directions reject a key that the parser would misread, and the error names it."""
     with pytest.raises(HyperparameterError, match=re.escape(f"Hyperparameter {key!r} cannot be an option")):
         to_argv({key: "1"})
     with pytest.raises(HyperparameterError, match="cannot be an option"):
@@ -131,20 +131,20 @@ def test_key_that_forms_no_option_is_an_error(key):
 
 @pytest.mark.parametrize("subcommand", ["", "1fit", "--fit", "fit now", "[]", "f\u00eft", "fit\n"])
 def test_subcommand_must_be_a_word(subcommand):
-    """The subcommand becomes a bare argument, so nothing but a word may be one."""
+    """The subcommand becomes a bare argument and must therefore be a word."""
     with pytest.raises(HyperparameterError, match=r"'subcommand' is .*expected a word"):
         to_argv({"subcommand": subcommand})
 
 
 def test_config_list_of_other_things_than_paths_is_an_error():
-    """A list under ``config`` is a list of paths."""
+    """A list under ``config`` must contain paths."""
     with pytest.raises(HyperparameterError, match=r"'config' is '\[1, 2\]'; expected a path or a list of paths"):
         to_argv({"config": "[1, 2]"})
 
 
 @pytest.mark.parametrize("text", ["a\0b", '"\\ud800"', '["\\udfff", null]'])
 def test_text_that_no_process_can_take_is_an_error(text):
-    """NUL and lone surrogates are found before the process is started."""
+    """NUL and lone surrogates raise an error before the process starts."""
     with pytest.raises(HyperparameterError, match=r"'a\.b' is .*NUL and lone surrogates"):
         to_argv({"a.b": text})
 
@@ -153,7 +153,7 @@ def test_text_that_no_process_can_take_is_an_error(text):
 
 
 def test_encode_writes_json_and_leaves_nested_dicts_whole():
-    """Only the script's parser knows what a dict is, so that it stays one value."""
+    """A nested dict is encoded as one value, because only the script's parser can interpret it."""
     config = {"subcommand": "fit", "data.batch_size": 32, "model": {"class_path": "m.M", "init_args": {"x": None}}}
     assert encode(config) == {
         "subcommand": '"fit"',
@@ -170,7 +170,7 @@ def test_encode_writes_json_and_leaves_nested_dicts_whole():
     ],
 )
 def test_encode_refuses_what_sagemaker_or_the_way_back_would_not_take(config, message):
-    """The limit of the API and values without a form in JSON are errors on the submitting side."""
+    """Values over the API's limit, or without a JSON form, raise an error before the job is submitted."""
     with pytest.raises(HyperparameterError, match=message):
         encode(config)
 
@@ -183,17 +183,17 @@ class Net:
 
 
 class WideNet(Net):
-    """A subclass with a parameter of each kind that is easily confused."""
+    """A subclass with one parameter of each easily confused type."""
 
     def __init__(self, width: int = 1, label: str = "x", extra: dict | None = None):
-        """Take the values that the parser reads from this signature."""
+        """Accept the values that the parser reads from this signature."""
 
 
 class Data:
     """A class for a group of options."""
 
     def __init__(self, batch_size: int = 1, path: str = "p", betas: tuple[float, float] = (0.9, 0.99)):
-        """Take the values that the parser reads from this signature."""
+        """Accept the values that the parser reads from this signature."""
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -219,7 +219,7 @@ class Data:
     ],
 )
 def test_class_group_subclass_and_dict_are_read_nested_and_dotted(route, config):
-    """A class group, a subclass with init_args and a dict parameter take both spellings by every route."""
+    """A class group, a subclass with init_args and a dict parameter accept both spellings by every route."""
     text = json.dumps(config).replace("WideNet", f"{__name__}.WideNet")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Data, "data")
@@ -233,7 +233,7 @@ def test_class_group_subclass_and_dict_are_read_nested_and_dotted(route, config)
 
 
 def test_keys_win_over_config_files(tmp_path):
-    """What the config file sets and no key overrides is kept."""
+    """Values from the config file are kept unless a key overrides them."""
     file = tmp_path / "own config.yaml"
     file.write_text("data: {batch_size: 7, path: from file}\n")
     parser = ArgumentParser(exit_on_error=False)
@@ -252,7 +252,7 @@ def test_keys_win_over_config_files(tmp_path):
     [("table", dict, {"a": 1, "b": 2}), ("none", int | None, None), ("b", int, 4)],
 )
 def test_values_that_the_toolkit_mangles_arrive(key, kind, value):
-    """The command line of sagemaker-training fails where ours is read."""
+    """These values break sagemaker-training's command line, but survive ours."""
     mapping = pytest.importorskip("sagemaker_training.mapping", reason="needs sagemaker-training")
     hyperparameters = {key: json.dumps(value)}
     parser = ArgumentParser(exit_on_error=False)

@@ -1,4 +1,4 @@
-"""Arbitrary hyperparameters survive every way to start a job, or are an error that says so."""
+"""Arbitrary hyperparameters survive every way to start a job, or raise an error that names the cause."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("error::SyntaxWarning", "error::Deprecat
 
 
 def parser_for(config: Mapping[str, Any]) -> ArgumentParser:
-    """A parser with one option for each key, of the type of its value."""
+    """Return a parser with one option per key, typed like the key's value."""
     parser = ArgumentParser(exit_on_error=False)
     for key, value in config.items():
         kind = int | None if value is None else type(value)
@@ -29,14 +29,15 @@ def parser_for(config: Mapping[str, Any]) -> ArgumentParser:
 
 
 def parsed(argv: list[str], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a parser for the config reads from the arguments, by option name."""
+    """Return the values that a parser for the config reads from the arguments, by option name."""
     namespace = parser_for(config).parse_args(argv)
     return {key: namespace[key] for key in config}
 
 
 # ---- strategies
 
-# A process takes no NUL in an argument; lone surrogates are no text; Python 3.11 and 3.12 lose a "--".
+# Exclude NUL, which no process accepts in an argument, lone surrogates, which are not text, and "--", which
+# Python 3.11 and 3.12 drop.
 characters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 texts = st.text(characters, max_size=12).filter(lambda text: text != "--")
 tricky_texts = st.sampled_from(
@@ -56,8 +57,8 @@ containers = st.recursive(
     lambda inner: st.lists(inner | scalars, max_size=3) | st.dictionaries(strings, inner | scalars, max_size=3),
     max_leaves=8,
 )
-# Dashes stay away: jsonargparse reads "a-b" as "a_b", which two options could then share. So do prefixes such as
-# "a" and "a.b.c", which are a value and a group at once: dotted names begin with two letters, all others have one.
+# Exclude dashes: jsonargparse reads "a-b" as "a_b", so two options could collide. Exclude prefixes such as "a" and
+# "a.b.c", which are a value and a group at once: dotted names begin with two letters, all others have one.
 words = st.text(string.ascii_letters + string.digits + "_", min_size=2, max_size=6)
 names = st.tuples(words, words, words).map(".".join).filter(lambda name: "__" not in name) | st.sampled_from(
     list(string.ascii_lowercase)
@@ -66,7 +67,7 @@ configs = st.dictionaries(names, scalars | containers, max_size=6)
 
 
 def is_json(text: str) -> bool:
-    """Whether the text is valid JSON."""
+    """Return whether the text is valid JSON."""
     try:
         json.loads(text)
     except ValueError:
@@ -75,14 +76,14 @@ def is_json(text: str) -> bool:
 
 
 def reads_like_a_value(text: str) -> bool:
-    """Whether the text is one of those that the unquoted routes cannot tell from None, a number or a container."""
+    """Return whether the unquoted routes would confuse the text with None, a number or a container."""
     if text in {"None", "nan", "inf", "-inf", "NaN", "Infinity", "-Infinity"}:
         return True
     return text.startswith(("[", "{", "(")) and text.endswith(("]", "}", ")"))
 
 
 def is_ambiguous(route: Route, config: Mapping[str, Any]) -> bool:
-    """Whether the route loses what only quotes could say; the framework route and ``encode`` keep all."""
+    """Return whether the route loses information that needs quotes; the framework route and ``encode`` lose none."""
     if route in (sdk_v2_framework, encode):
         return False
     strings_of = [value for value in config.values() if isinstance(value, str)]
@@ -101,7 +102,7 @@ def is_ambiguous(route: Route, config: Mapping[str, Any]) -> bool:
 @example(config={"a": 1e22, "b": 5e-324, "c": -0.0, "d": -1, "e": True, "f": None})
 @example(config={"a": "[1, 2", "b": "None", "c": "nan", "d": "('a', 1)", "e": "[1]"})
 def test_any_json_like_config_survives_each_route_through_a_real_parser(route, config):
-    """Every value that a route can tell apart arrives unchanged at a jsonargparse option of its type."""
+    """Every value that a route can represent arrives unchanged at a jsonargparse option of its type."""
     assume(not is_ambiguous(route, config))
     values = parsed(to_argv(route(config)), config)
     assert repr(values) == repr(dict(config))
@@ -112,7 +113,7 @@ def test_any_json_like_config_survives_each_route_through_a_real_parser(route, c
     st.dictionaries(st.text(max_size=8), strings | st.sampled_from(["None", "[1", "{'a': nan}", "{1, 2}", "(b'',)"]))
 )
 def test_any_strings_give_arguments_or_the_named_error(hyperparameters):
-    """Whatever the file holds, each argument is an option, or the error is HyperparameterError."""
+    """Arbitrary strings yield options or HyperparameterError."""
     try:
         argv = to_argv(hyperparameters)
     except HyperparameterError:

@@ -24,7 +24,7 @@ from lightning_sm.job.instance_types import has_gpus, is_accelerated, num_gpus, 
     ],
 )
 def test_instance_types(instance_type, accelerated, gpus, count):
-    """Families decide about accelerators; a type that is not listed has an unknown number of GPUs."""
+    """The family determines the accelerator; an unlisted type has an unknown number of GPUs."""
     assert is_accelerated(instance_type) is accelerated
     assert has_gpus(instance_type) is gpus
     assert num_gpus(instance_type) == count
@@ -45,5 +45,5 @@ def test_instance_types(instance_type, accelerated, gpus, count):
     ],
 )
 def test_vcpus_follow_from_the_size(instance_type, vcpus):
-    """A size is a multiple of four vCPUs; the smallest ones have two."""
+    """A size is a multiple of four vCPUs; the smallest sizes have two."""
     assert num_vcpus(instance_type) == vcpus

@@ -1,4 +1,4 @@
-"""The strategy that a job's ``smdistributed.modelparallel`` stands for."""
+"""Mapping a job's ``smdistributed.modelparallel`` parameters to a strategy."""
 
 import json
 
@@ -8,7 +8,7 @@ from lightning_sm.errors import StrategyError
 from lightning_sm.job.model_parallel import requested_model_parallelism
 from tests.fakes.sdk_hyperparameters import sdk_v2_framework, sdk_v2_generic, sdk_v3
 
-# The parameters of seed 003's estimator, and the example of the SDK's documentation.
+# The parameters of a user's estimator, and the example in the SDK's documentation.
 SEED = {"partitions": 1, "placement_strategy": "spread", "pipeline": "interleaved", "optimize": "speed", "ddp": True}
 EXAMPLE = {**SEED, "partitions": 2, "microbatches": 4}
 DEFAULTS = {
@@ -21,19 +21,19 @@ DEFAULTS = {
 
 
 def requested(parameters):
-    """What a job with these parameters asks for."""
+    """Return the strategy that a job with these parameters requests."""
     return requested_model_parallelism({"mp_parameters": json.dumps(parameters)})
 
 
 @pytest.mark.parametrize("hyperparameters", [{}, {"lr": "0.1"}, {"mp_parameters": "{}"}, {"mp_parameters": "null"}])
 def test_a_job_without_parameters_asks_for_nothing(hyperparameters):
-    """The SDK sends no parameters unless modelparallel is enabled."""
+    """No strategy is requested unless modelparallel is enabled, because the SDK then sends no parameters."""
     assert requested_model_parallelism(hyperparameters) is None
 
 
 @pytest.mark.parametrize("route", [sdk_v2_generic, sdk_v2_framework, sdk_v3])
 def test_the_options_are_those_of_the_example_in_the_sdk(route):
-    """Whichever SDK class wrote them."""
+    """The SDK's example yields the same options, whichever SDK class wrote the parameters."""
     found = requested_model_parallelism(route({"mp_parameters": EXAMPLE}))
     assert found.strategy == "pipeline"
     assert found.options == {
@@ -47,7 +47,7 @@ def test_the_options_are_those_of_the_example_in_the_sdk(route):
 
 @pytest.mark.parametrize("name", ["partitions", "pipeline_parallel_degree"])
 def test_what_is_not_stated_has_the_defaults_of_the_library(name):
-    """One microbatch, one replica, neighbours, balanced by memory."""
+    """The library's defaults apply: one microbatch, one replica, neighbouring ranks, balanced by memory."""
     found = requested({name: 4})
     assert (found.strategy, found.options) == ("pipeline", DEFAULTS)
 
@@ -69,14 +69,14 @@ def test_what_is_not_stated_has_the_defaults_of_the_library(name):
     ],
 )
 def test_each_parameter_becomes_its_option(parameters, options):
-    """All others are as by default."""
+    """Each parameter sets its option, and all other options keep their defaults."""
     found = requested({"partitions": 4, **parameters}).options
     assert found == {**DEFAULTS, **options}
 
 
 @pytest.mark.parametrize("parameters", [SEED, {"tensor_parallel_degree": 1}])
 def test_one_partition_is_ddp(parameters):
-    """A model that is not split needs no pipeline."""
+    """A model that is not split needs no pipeline and uses DDP."""
     found = requested(parameters)
     assert (found.strategy, found.options, str(found)) == ("ddp", {}, "strategy=ddp")
 
@@ -111,14 +111,14 @@ def test_one_partition_is_ddp(parameters):
     ],
 )
 def test_what_no_option_stands_for_is_an_error(parameters, said):
-    """The message has the parameters, what they contradict, and what to write instead."""
+    """Unsupported parameters raise an error that names them, the contradiction and the alternative."""
     with pytest.raises(StrategyError) as error:
         requested(parameters)
     assert [part for part in said if part not in str(error.value)] == []
 
 
 def test_the_number_of_processes_must_be_that_of_whole_replicas():
-    """With several replicas only if ddp is set."""
+    """The number of processes must equal the partitions, or a multiple of them if ddp is set."""
     requested({"partitions": 4}).check_world_size(4)
     requested({"partitions": 4, "ddp": True}).check_world_size(8)
     with pytest.raises(StrategyError, match=r"partitions=4, ddp=True.*4 processes.*processes is 6"):

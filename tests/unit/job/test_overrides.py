@@ -1,4 +1,4 @@
-"""Hyperparameters as Hydra's command line takes them."""
+"""Hyperparameters as overrides for Hydra's command line."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from lightning_sm.job.overrides import to_overrides
     ],
 )
 def test_values(text, expected):
-    """Text is quoted unless it means itself; lists and dicts are Hydra's, whichever SDK wrote them."""
+    """Text is quoted where Hydra would misread it; lists and dicts get Hydra's syntax, whichever SDK wrote them."""
     assert to_overrides({"a.b": text, "x": "raw text"}) == [f"a.b={expected}", "x='raw text'"]
 
 
 def test_names():
-    """Options of Hydra come first, additions keep their sign, and hyperparameters of the toolkit are dropped."""
+    """Hydra's options come first, additions keep their sign, and the toolkit's hyperparameters are dropped."""
     hyperparameters = {"z": "1", "config-name": "gpu", "+new": "2", "sagemaker_program": "t.py", "config": "x"}
     assert to_overrides(hyperparameters) == ["--config-name=gpu", "+new=2", "config=x", "z=1"]
 
 
 def test_quoted_text_of_a_framework_estimator_is_text():
-    """All of its values are JSON."""
+    """Quoted values from a framework estimator are decoded, because all of its values are JSON."""
     assert to_overrides({"a": '"it is"', "b": "3"}) == ["a='it is'", "b=3"]
 
 
 @pytest.mark.parametrize("hyperparameters", [{"a": json.dumps({"x y": 1})}, {"a b": "1"}, {"a": "\0"}])
 def test_what_has_no_form_is_an_error(hyperparameters):
-    """It names the hyperparameter."""
+    """A value or name without a Hydra form raises an error that names the hyperparameter."""
     with pytest.raises(HyperparameterError, match="Hyperparameter 'a"):
         to_overrides(hyperparameters)

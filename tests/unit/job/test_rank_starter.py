@@ -1,4 +1,4 @@
-"""Launchers are recognised by variables that only they set, never by ranks alone."""
+"""Launchers are recognised by variables that only they set, never by rank variables alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ OF_LIGHTNING = RankStart(RankStarter.LIGHTNING, local_rank=1)
     ],
 )
 def test_launcher_is_detected(env, expected):
-    """Each launcher is known by its own variables, and ranks are taken from it alone."""
+    """Each launcher is recognised by variables that only it sets, and ranks are read from those variables alone."""
     assert RankStart.detect(env, PARENT) == expected
 
 
@@ -79,13 +79,13 @@ def test_launcher_is_detected(env, expected):
     [("0", "0", 0), ("1", "1", 0), ("2", "0", 1), ("3", "1", 1)],
 )
 def test_node_rank_under_mpirun_follows_from_the_rank(rank, local_rank, node_rank):
-    """The ranks of a host follow each other."""
+    """The ranks of a host are consecutive, so the node rank follows from rank and local rank."""
     env = {**MPI, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": local_rank}
     assert RankStart.detect(env, PARENT).node_rank == node_rank
 
 
 def test_ranks_dealt_out_over_hosts_in_turn_are_refused():
-    """Lightning cannot number ranks as ``mpirun --map-by node`` does; the error says what to change."""
+    """Lightning cannot number ranks as ``mpirun --map-by node`` does; the error names the option to change."""
     env = {**MPI, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     with pytest.raises(TopologyError, match=r"local rank 0 of 2 to rank 1.*--map-by slot"):
         RankStart.detect(env, PARENT)
@@ -101,7 +101,7 @@ def test_ranks_dealt_out_over_hosts_in_turn_are_refused():
     ],
 )
 def test_variable_that_a_launcher_always_sets_must_be_a_number(launcher, env, variable, value):
-    """A missing or malformed variable is an error that names it, its value and the launcher."""
+    """A missing or malformed variable raises an error that names the variable and the launcher."""
     broken = {**env, variable: value}
     if value is None:
         del broken[variable]
@@ -113,7 +113,7 @@ def test_variable_that_a_launcher_always_sets_must_be_a_number(launcher, env, va
 
 @pytest.mark.parametrize("launcher", [RankStarter.PLAIN, RankStarter.MPI])
 def test_ranks_that_nobody_set_are_strays(launcher):
-    """For a plain process and under mpirun, which uses names of its own, all of torch's rank variables are strays."""
+    """Torch's rank variables are strays in a plain process, and under mpirun, which sets different ones."""
     assert stray_variables({**STRAYS, "OTHER": "1"}, RankStart(launcher)) == RANK_VARIABLES
     assert stray_variables({"RANK": "1"}, RankStart(launcher)) == ("RANK",)
     assert stray_variables({"OTHER": "1"}, RankStart(launcher)) == ()
@@ -121,7 +121,7 @@ def test_ranks_that_nobody_set_are_strays(launcher):
 
 @pytest.mark.parametrize("launcher", [RankStarter.PLAIN, RankStarter.MPI])
 def test_what_our_launcher_says_of_the_host_is_no_stray(launcher):
-    """Only while it has the value that the launcher set."""
+    """The launcher's host variables are not strays while they have the values that the launcher set."""
     job = make_job({"gpu": ["algo-1", "algo-2"]}, "algo-2", addresses={"algo-1": "10.0.0.1"}, main_port=29000)
     of_host = host_variables(job, Topology.from_job(job))
     assert of_host == {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29000", "NODE_RANK": "1"}
@@ -131,7 +131,7 @@ def test_what_our_launcher_says_of_the_host_is_no_stray(launcher):
 
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_the_variables_of_a_rank_say_what_torchrun_would(local_rank):
-    """Ranks are numbered by host, and the process that has them knows who started it."""
+    """Ranks are numbered by host, and a process detects from the variables that our launcher started it."""
     job = make_job({"gpu": ["algo-1", "algo-2"]}, "algo-2")
     variables = rank_variables(Topology.from_job(job), 2, local_rank)
     assert RankStart.detect(variables, PARENT) == replace(OF_LAUNCHER, local_rank=local_rank)
@@ -140,5 +140,5 @@ def test_the_variables_of_a_rank_say_what_torchrun_would(local_rank):
 
 @pytest.mark.parametrize("launcher", [RankStarter.TORCHRUN, RankStarter.LIGHTNING, RankStarter.LAUNCHER])
 def test_ranks_of_torchrun_and_lightning_are_theirs(launcher):
-    """What torchrun, Lightning and our launcher hand to their processes is left alone."""
+    """Variables that torchrun, Lightning or our launcher set for their processes are not strays."""
     assert stray_variables(STRAYS, RankStart(launcher)) == ()

@@ -1,4 +1,4 @@
-"""What people see of names and values: never those whose names say that they are secret."""
+"""Redaction: values are hidden if their names or their form show that they are secret."""
 
 from __future__ import annotations
 
@@ -97,26 +97,26 @@ OPEN_NAMES = [
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
 def test_names_that_say_so_are_secret(name):
-    """The last word of a part of the name decides, however the words are joined."""
+    """The last word of a name's part decides, however the words are joined."""
     assert is_secret(name)
     assert shown(name, "S3CR3T") == HIDDEN
 
 
 @pytest.mark.parametrize("name", OPEN_NAMES)
 def test_names_of_other_things_are_shown(name):
-    """Counts, sizes, tokenizers and pieces of a vocabulary are no secrets."""
+    """Counts, sizes, tokenizers and vocabulary items are not secret."""
     assert not is_secret(name)
     assert shown(name, "value") == "value"
 
 
 @pytest.mark.parametrize("value", [None, True, False, "", "null", "None", "true", "False"])
 def test_a_value_that_says_nothing_is_shown(value):
-    """Whether a token is set at all, or used, is no secret."""
+    """Values that only show whether a token is set or used are not secret."""
     assert shown("token", value) is value
 
 
 def test_sizes_of_a_part_called_token_are_shown():
-    """A number below a name that ends in token belongs to a model; a text does not, nor what is below other names."""
+    """Only numbers are shown below a name that ends in token; below other secret names, everything is hidden."""
     assert shown("model.token.dim", 3) == 3
     assert shown("model.token.dim", "3") == "3"
     assert shown("model.token.value", "S3CR3T") == HIDDEN
@@ -148,7 +148,7 @@ def test_sizes_of_a_part_called_token_are_shown():
     ],
 )
 def test_command_lines(arguments, expected):
-    """Secrets are hidden in every notation; all other words stay as they are."""
+    """Secrets are hidden in every notation, and all other words stay unchanged."""
     assert shown_arguments(arguments) == expected
 
 
@@ -172,7 +172,7 @@ def test_command_lines(arguments, expected):
     ],
 )
 def test_secrets_are_known_by_their_form(text, expected):
-    """In any text, under any name and without one; the rest stays, where it is no file that is read again."""
+    """Secrets are recognised in any text and under any name, and the text around them stays unless hidden is None."""
     assert shown("x", text) == expected
     assert shown("", {"a": [{"b": text}]}) == {"a": [{"b": expected}]}
     assert shown_arguments([f"--x={text}", "--x", text, text]) == [f"--x={expected}", "--x", expected, expected]
@@ -193,13 +193,13 @@ def test_secrets_are_known_by_their_form(text, expected):
     ],
 )
 def test_forms_of_other_things_are_shown(text):
-    """Addresses without a password, and words that only look like a header."""
+    """Addresses without a password, and words that only look like a header, are shown."""
     assert shown("x", text) == text
     assert shown_arguments([text]) == [text]
 
 
 def test_pairs_of_a_request_are_known_by_their_names():
-    """AWS writes tags as pairs of key and value."""
+    """AWS writes tags as key-value pairs, so the key decides whether the value is hidden."""
     pairs = [
         {"Key": "api_key", "Value": "S3CR3T"},
         {"Name": "HF_TOKEN", "Value": "S3CR3T"},
@@ -209,13 +209,13 @@ def test_pairs_of_a_request_are_known_by_their_names():
 
 
 def test_another_mark():
-    """Where a file is read again, null takes the place of a secret."""
+    """In files that are read back, null replaces a secret."""
     assert shown("s", {"token": "x", "port": 3}, hidden=None) == {"token": None, "port": 3}
     assert shown_arguments(["--token=x"], hidden=None) == ["--token=null"]
 
 
 def test_text_that_cannot_be_read():
-    """Text that has a secret's name before a value is hidden as a whole, whatever its notation."""
+    """Unparsable text that has a secret's name before a value is hidden entirely, whatever its notation."""
     assert shown("s", '{"token": "x", "port') == HIDDEN
     assert shown("s", "[" * 100_000 + '"token": "x"') == HIDDEN
 
@@ -228,7 +228,7 @@ _secret_names = st.sampled_from(["token", "api_key", "hub-password", "secrets", 
 
 
 def _nested(secret: str) -> st.SearchStrategy[dict[str, object]]:
-    """A configuration with the secret under a name that says so, somewhere."""
+    """Generate a configuration that holds the secret at some depth, under a secret name."""
     leaf = st.fixed_dictionaries({}).flatmap(lambda _: _secret_names.map(lambda name: {name: secret, "port": 3}))
     return st.recursive(
         leaf,
@@ -253,7 +253,7 @@ def _flat(config: dict[str, object], prefix: str = "") -> dict[str, object]:
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_secret_never_appears(data):
-    """Whatever a secret looks like and however it is written, no part of it is shown."""
+    """No part of a secret is shown, whatever it contains and however it is written."""
     secret = data.draw(_secrets)
     config = data.draw(_nested(secret))
     flat = _flat(config)
@@ -281,6 +281,6 @@ def test_a_secret_never_appears(data):
 
 @given(text=st.text())
 def test_text_without_a_name_is_shown(text):
-    """Ordinary text stays as it is, character by character."""
+    """Ordinary text is shown unchanged."""
     if not any(word in text.lower() for word in ("token", "secret", "passw", "passphrase", "credential", "key")):
         assert shown("x", text) == text

@@ -1,4 +1,4 @@
-"""Waiting for the main host's name, with a resolver and pauses of the test's own."""
+"""Waiting until the main host's name resolves, with a fake resolver and fake pauses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fakes.job_folder import make_job
 
 
 class Names:
-    """A resolver that learns its names one after the other, one with each pause."""
+    """A resolver that learns one name with each pause."""
 
     def __init__(self, *arrivals):
         self.known, self.arrivals, self.pauses = set(), list(arrivals), []
@@ -21,7 +21,7 @@ class Names:
         return address in self.known
 
     def pause(self, seconds):
-        """Note the pause instead of waiting, and let the next name arrive."""
+        """Record the pause instead of waiting, and let the next name arrive."""
         self.pauses.append(seconds)
         self.known.add(self.arrivals.pop(0))
 
@@ -31,7 +31,7 @@ def _wait(names, *, addresses=None, timeout_s=900.0):
 
 
 def test_known_host_is_not_waited_for(caplog):
-    """When the main host resolves there is no pause and no log line, whatever the other hosts do."""
+    """If the main host resolves, there is no pause and no log line, even if other hosts do not resolve."""
     caplog.set_level(logging.INFO, logger="lightning_sm")
     names = Names()
     names.known.add("algo-1")
@@ -41,7 +41,7 @@ def test_known_host_is_not_waited_for(caplog):
 
 
 def test_host_that_resolves_later_is_found(caplog):
-    """Each attempt is a line, until the main host resolves."""
+    """Each attempt is logged until the main host resolves."""
     caplog.set_level(logging.INFO, logger="lightning_sm")
     _wait(Names("algo-3", "algo-2", "algo-1"))
     stated = [message.partition(" (timeout in ")[0] for message in caplog.messages]
@@ -49,14 +49,14 @@ def test_host_that_resolves_later_is_found(caplog):
 
 
 def test_pauses_grow_to_half_a_minute():
-    """The pauses double from one second to thirty."""
+    """The pauses double from 1 s up to 30 s."""
     names = Names(*"abcdef", "algo-1")
     _wait(names)
     assert names.pauses == [1, 2, 4, 8, 16, 30, 30]
 
 
 def test_host_that_never_resolves_is_an_error():
-    """When the time is over, the error names the main host, and what allows a longer time."""
+    """After the timeout, the error names the main host and the argument for a longer timeout."""
     names = Names()
     names.known.add("algo-2")
     with pytest.raises(HostResolutionError, match=r"'algo-1' did not resolve within 0 s\. .*resolve_timeout_s"):
@@ -64,7 +64,7 @@ def test_host_that_never_resolves_is_an_error():
 
 
 def test_one_process_of_a_host_reports(caplog):
-    """The other local ranks look up the main host only, and wait for it without a word."""
+    """The other local ranks look up only the main host, and wait for it without logging."""
     caplog.set_level(logging.INFO, logger="lightning_sm")
     asked = []
     names = Names("algo-3", "algo-1")
@@ -79,7 +79,7 @@ def test_one_process_of_a_host_reports(caplog):
 
 
 def test_errors_of_a_lookup_are_raised():
-    """What a lookup raises, such as for a name that cannot be one, reaches the caller."""
+    """Errors from a lookup, such as for an impossible name, reach the caller."""
     with pytest.raises(UnicodeError):
         wait_for_host("a" * 70, {}, 900.0)
 
@@ -109,7 +109,7 @@ ALL = "0.0.0.0"  # noqa: S104 - the warning says so
     ],
 )
 def test_servers_listen_on_the_interface_of_the_job(caplog, facts, address, reason):
-    """Else on that of the host's name; a warning says why it is all of them."""
+    """Servers listen on the host's address or the job's interface, else on all interfaces with a warning."""
     assert own_address(make_job({"gpu": ("nowhere.invalid",)}, **facts)) == address
     expected = f"The address of host nowhere.invalid is unknown: {reason}, and its name does not resolve. Listening on"
     assert [message.startswith(expected) for message in caplog.messages] == [True] * (reason is not None)

@@ -1,4 +1,4 @@
-"""Keys from the job's secret: one for each purpose and job, and none of them gives another away."""
+"""Keys derived from the job's secret, one per purpose and job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_sm.job.variables import JOB_SECRET
 
 
 def test_hosts_of_a_job_have_the_same_key_and_nobody_else():
-    """The key differs with the secret, the purpose and the job, and is the same wherever these are the same."""
+    """The key depends on the secret, the purpose and the job, and on nothing else."""
     env = new_secret()
     keys = [
         job_key("data", "job", env),
@@ -26,7 +26,7 @@ def test_hosts_of_a_job_have_the_same_key_and_nobody_else():
 
 
 def test_a_secret_that_is_too_short_is_refused_unseen():
-    """The error says what is expected, and does not show what is there."""
+    """A secret that is too short raises an error that states the required length and hides the secret."""
     with pytest.raises(JobConfigError, match=r"^LIGHTNING_SM_JOB_SECRET='\(hidden\)': expected at least 32 ") as raised:
         job_key("data", "job", {JOB_SECRET.name: "hunter2"})
     assert "hunter2" not in str(raised.value)

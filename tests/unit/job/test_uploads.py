@@ -1,4 +1,4 @@
-"""What the service's agent uploads, and what it has uploaded."""
+"""Files that the service's agent uploads, and files that it has uploaded."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_sm.job.uploads import UPLOADED, UPLOADING, files_of, is_ignored, 
     ],
 )
 def test_names_that_are_not_uploaded(name, expected):
-    """Unfinished files, and the agent's own."""
+    """Unfinished files and the agent's markers are not uploaded."""
     assert is_ignored(name) is expected
 
 
 def test_files_of_a_checkpoint(tmp_path):
-    """A file is itself, a folder all files below it, without the agent's, links, and what lies in ignored folders."""
+    """A checkpoint's files are found at any depth, without links, markers and ignored folders."""
     folder = tmp_path / "of.sagemaker-ignore" / "a.ckpt"
     names = ["x", "deep/y", "x.sagemaker-uploaded", "z.sagemaker-ignore", "half.sagemaker-ignore/part"]
     for name in names:
@@ -39,7 +39,7 @@ def test_files_of_a_checkpoint(tmp_path):
 
 
 def test_a_marker_of_an_earlier_file_does_not_count(tmp_path):
-    """A file that was replaced after its upload is not uploaded; a hard link to it changes nothing."""
+    """A file replaced after its upload does not count as uploaded; adding a hard link to it changes nothing."""
     file = tmp_path / "last.ckpt"
     file.touch()
     assert not is_uploaded(file)

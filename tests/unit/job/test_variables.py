@@ -1,4 +1,4 @@
-"""The table of environment variables: complete, and each value checked."""
+"""The table of environment variables is complete, and each value is checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOT_SECONDS = ["nan", "inf", "-inf", "-5", "1e10", "1e400", "10s", "x", "1,2", 
 
 
 def _literals(path):
-    """Strings of a module that are not docstrings, those in f-strings included."""
+    """Yield the strings of a module, including those in f-strings but not docstrings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     docstrings = {
         id(node.body[0].value)
@@ -46,14 +46,14 @@ def _literals(path):
 
 
 def test_only_the_table_spells_the_names():
-    """A name in a string of another module would be a second place to change, and unknown to the doctor."""
+    """Only the table contains variable names: the doctor would not know a name defined elsewhere."""
     others = [path for path in _PACKAGE.rglob("*.py") if path != _PACKAGE / "job" / "variables.py"]
     found = {str(path): text for path in others for text in _literals(path) if PREFIX in text}
     assert found == {}
 
 
 def test_the_table_has_all_settings():
-    """Every setting of the module is in the table, once, and its name has the common prefix."""
+    """Each setting of the module is in the table exactly once, and its name has the common prefix."""
     names = [setting.name for setting in SETTINGS]
     assert sorted(names) == sorted(
         {text for text in _literals(_PACKAGE / "job" / "variables.py") if PREFIX in text} - {PREFIX}
@@ -63,7 +63,7 @@ def test_the_table_has_all_settings():
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_unset_means_the_default(setting):
-    """A variable that is not set, and an empty one unless that is a value, mean the default."""
+    """An unset variable means the default, and so does an empty one unless the setting accepts it."""
     assert setting.read({}) == setting.default
     if not setting.accepts_empty:
         assert setting.read({setting.name: ""}) == setting.default
@@ -71,7 +71,7 @@ def test_unset_means_the_default(setting):
 
 @pytest.mark.parametrize("setting", [PREPARE_S, PEERS_TIMEOUT_S, STOP_SCHEDULE], ids=lambda setting: setting.name)
 def test_the_default_is_what_people_read(setting):
-    """Where the default is a value, its text is one that the parser reads as that value."""
+    """The displayed text of a default parses to the default."""
     assert setting.parse(setting.default_text) == setting.default
 
 
@@ -92,7 +92,7 @@ def test_the_default_is_what_people_read(setting):
     ],
 )
 def test_a_value_is_parsed(setting, text, value):
-    """Each kind of value, at the bounds that it may have."""
+    """Values of each kind are parsed, including the limits of their ranges."""
     assert setting.read({setting.name: text}) == value
 
 
@@ -112,19 +112,19 @@ def test_a_value_is_parsed(setting, text, value):
     ],
 )
 def test_a_wrong_value_is_an_error_that_quotes_it(setting, text):
-    """The message has the variable, its value and what the value may be."""
+    """An invalid value raises an error with the variable, the value and the expected form."""
     with pytest.raises(JobConfigError, match=re.escape(f"{setting.name}={text!r}: expected ")):
         setting.read({setting.name: text})
 
 
 def test_a_long_wrong_value_is_cut():
-    """The service shows 1024 characters of an error; what is wrong comes after the value."""
+    """A long value is shortened: the service shows 1024 characters of an error, and the cause follows the value."""
     with pytest.raises(JobConfigError, match=r"x\.\.\.': expected a JSON object") as raised:
         HOST_ADDRESSES.read({HOST_ADDRESSES.name: "x" * 5000})
     assert len(str(raised.value)) < 500
 
 
 def test_stop_schedule_is_read_from_the_environment():
-    """Two times, the defaults if the variable is empty."""
+    """The schedule has two times; an empty variable means the defaults."""
     assert StopSchedule.from_environment({"LIGHTNING_SM_STOP_SCHEDULE": ""}) == StopSchedule(95, 110)
     assert StopSchedule.from_environment({"LIGHTNING_SM_STOP_SCHEDULE": "0, 2.5"}) == StopSchedule(0, 2.5)

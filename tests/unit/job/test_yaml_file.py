@@ -1,4 +1,4 @@
-"""The user's own files of names and values."""
+"""Reading the user's YAML and JSON files of names and values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_sm.job.yaml_file import read_mapping
 
 @pytest.mark.parametrize(("name", "text"), [("a.yaml", "lr: 1.5\nmode: x\n"), ("a.json", '{"lr": 1.5,\t"mode": "x"}')])
 def test_yaml_and_json_are_read(tmp_path, name, text):
-    """Each by its own rules: JSON may have tabs."""
+    """Each format is read by its rules: JSON may contain tabs."""
     (tmp_path / name).write_text(text, encoding="utf-8")
     assert read_mapping(tmp_path / name, "file") == {"lr": 1.5, "mode": "x"}
 
@@ -27,7 +27,7 @@ def test_yaml_and_json_are_read(tmp_path, name, text):
     ],
 )
 def test_another_content_is_an_error_that_names_the_file(tmp_path, name, content, problem):
-    """And what it is, and what is wrong with it."""
+    """Any other content raises an error that names the file's purpose, its path and the problem."""
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(JobConfigError, match=f"^The file of prices .*{problem}"):
@@ -35,7 +35,7 @@ def test_another_content_is_an_error_that_names_the_file(tmp_path, name, content
 
 
 def test_what_is_wrong_with_yaml_is_said_without_the_line(tmp_path):
-    """Line and column are named, and not quoted: the line may hold a secret."""
+    """A YAML error shows line and column, but does not quote the line, which may hold a secret."""
     (tmp_path / "a.yaml").write_text("port: 3\ntoken: S3CR3T: x", encoding="utf-8")
     with pytest.raises(JobConfigError, match="mapping values are not allowed here in line 2, column 14") as caught:
         read_mapping(tmp_path / "a.yaml", "config")

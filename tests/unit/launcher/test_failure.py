@@ -1,4 +1,4 @@
-"""The reason of a failure: the real exception first, in at most 1024 characters."""
+"""A failure's reason: the original exception first, in at most 1024 characters."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127
 
 
 def failure_reason(stderr_tail, exit_code, place=_PLACE):
-    """The reason on the second of two trainer hosts with one process each, which writes no failure file."""
+    """The reason on the second of two trainer hosts with one process each, without a failure file."""
     return failure.failure_reason(stderr_tail, exit_code, place).text
 
 
 def of_script(stderr_tail, exit_code, place=_PLACE, **options):
-    """What failed where the script writes no failure file."""
+    """The failure of a script that writes no failure file."""
     process = EndedProcess(7, exit_code=exit_code, exited_at=1.0)
     return script_failure(process, exit_code, stderr_tail, place, **options)
 
@@ -60,7 +60,7 @@ def _printed(source: str, name: str = "/code/train.py") -> str:
 
 
 def test_exception_comes_first_then_its_place_then_user_frames():
-    """The exception opens the reason, host and rank follow; library frames are left out between the user's."""
+    """The reason starts with the exception, then host and rank, then the user's frames without library frames."""
     assert failure_reason("Epoch 0 starts\n" + _VALUE_ERROR, 1).split("\n") == [
         "ValueError: bad shape",
         "on trainer host algo-2, rank 1 (exit code 1)",
@@ -70,7 +70,7 @@ def test_exception_comes_first_then_its_place_then_user_frames():
 
 
 def test_a_rank_that_printed_its_number_is_named():
-    """Of a host with several processes, the rank is that of the traceback; without one it is left out."""
+    """On a host with several processes, the rank comes from the traceback's prefix, and is omitted without one."""
     place = Place("algo-1", Role.TRAINER)
     prefixed = "".join(f"[rank13]: {line}\n" for line in _VALUE_ERROR.splitlines())
     assert failure_reason(prefixed, 1, place).splitlines()[1] == "on trainer host algo-1, rank 13 (exit code 1)"
@@ -78,7 +78,7 @@ def test_a_rank_that_printed_its_number_is_named():
 
 
 def test_a_data_host_has_no_rank():
-    """The user's error comes first."""
+    """On a data host the reason starts with the user's error, and names the host but no rank."""
     reason = of_script(_VALUE_ERROR, 1, Place("algo-3", Role.DATA)).reason
     assert reason.text.splitlines()[:2] == ["ValueError: bad shape", "on data host algo-3 (exit code 1)"]
     killed = of_script("", 137, Place("algo-3", Role.DATA)).reason
@@ -86,7 +86,7 @@ def test_a_data_host_has_no_rank():
 
 
 def test_an_error_before_the_script_starts_names_the_host():
-    """What the launcher itself could not do is the reason, on this host."""
+    """An error of the launcher itself becomes the reason, with this host's name."""
     place = Place("algo-3", Role.DATA)
     assert error_reason(ScriptError("no such script."), place) == "ScriptError: no such script.\non data host algo-3"
     assert error_reason(ScriptError("no such script."), None) == "ScriptError: no such script."
@@ -94,7 +94,7 @@ def test_an_error_before_the_script_starts_names_the_host():
 
 
 def test_frames_of_lightning_sm_are_not_the_users():
-    """A library installed from a checkout is a library all the same; its own errors do not show where they arose."""
+    """Frames of lightning_sm are omitted like any library's, even from a checkout; its errors show user frames only."""
     tail = _VALUE_ERROR.replace("/venv/lib/python3.11/site-packages/pytorch_lightning", "/src/lightning_sm/training")
     assert "lightning_sm" not in failure_reason(tail, 1)
     tail = _VALUE_ERROR.replace("/code/model.py", "/src/lightning_sm/data/trainer/feeder_client.py")
@@ -104,20 +104,20 @@ def test_frames_of_lightning_sm_are_not_the_users():
 
 
 def test_real_interpreter_output_is_understood():
-    """What this Python version prints for an uncaught exception gives the exception and its line."""
+    """The exception and its line are found in what this Python version prints for an uncaught exception."""
     reason = failure_reason(_printed("def f():\n    return 1 / 0\nf()"), 1)
     place = "on trainer host algo-2, rank 1 (exit code 1)"
     assert reason.startswith(f'ZeroDivisionError: division by zero\n{place}\nFile "/code/train.py", line 2, in f')
 
 
 def test_raising_frame_in_a_library_is_kept():
-    """The frame that raised is named even where it is not the user's."""
+    """The frame that raised the exception is kept even if it belongs to a library."""
     tail = _VALUE_ERROR.replace("/code/model.py", "/venv/lib/python3.11/site-packages/torch/nn.py")
     assert "site-packages/torch/nn.py" in failure_reason(tail, 1)
 
 
 def test_the_last_exception_counts_if_stderr_ends_with_it():
-    """Exceptions before it were caught, or other ranks'; after a kill, or another exit code, none is the reason."""
+    """The last exception is the reason; after a kill or with another exit code, no exception is."""
     assert failure_reason(_PEER + _VALUE_ERROR, 1).startswith("ValueError: bad shape\n")
     assert failure_reason(_VALUE_ERROR + _PEER, 1).startswith("RuntimeError: [../gloo/transport/tcp/pair.cc:534] Conn")
     for code, ending in ((9, "exit code 9"), (137, "killed by SIGKILL (exit code 137)")):
@@ -133,18 +133,18 @@ def test_the_last_exception_counts_if_stderr_ends_with_it():
     ],
 )
 def test_exceptions_that_ended_nothing_are_no_reason(tail):
-    """One that the script caught and logged, one of a background thread, one in ``__del__``."""
+    """Exceptions that were caught and logged, or raised in a background thread or ``__del__``, are not the reason."""
     assert failure_reason(tail, 1).startswith("exit code 1 on trainer host algo-2, rank 1; last lines of stderr:\n")
 
 
 def test_what_libraries_write_at_exit_hides_no_exception():
-    """The C++ log of torch, and Python's warnings with their line of code."""
+    """Torch's C++ log and Python's warnings, printed after the exception, do not hide it."""
     late = "[rank0]:[W1124 20:53:11.1 ProcessGroup.cpp:15] Warning: leak\n/x/tracker.py:254: UserWarning: leak\n  f()\n"
     assert failure_reason(_VALUE_ERROR + late, 1).startswith("ValueError: bad shape\non trainer host")
 
 
 def test_rank_prefixes_and_progress_bars_do_not_hide_a_traceback():
-    """The prefixes of torch.distributed and an unfinished progress bar are stripped."""
+    """Prefixes of torch.distributed and an unfinished progress bar are stripped."""
     prefixed = "".join(f"[rank1]: {line}\n" for line in _VALUE_ERROR.splitlines())
     reason = failure_reason("Epoch 0:  50%|###   | 1/2\rEpoch 0:  50%|###   | 1/2" + prefixed, 1)
     assert reason.startswith("ValueError: bad shape\non trainer host algo-2, rank 1 (exit code 1)\n")
@@ -152,7 +152,7 @@ def test_rank_prefixes_and_progress_bars_do_not_hide_a_traceback():
 
 
 def test_interleaved_ranks_are_told_apart_by_their_prefix():
-    """Two ranks that print line by line in turn give the frames of the first one only."""
+    """If two ranks print tracebacks line by line in turn, only the first one's frames are shown."""
     first = [f"[rank0]: {line}" for line in _VALUE_ERROR.splitlines()]
     second = [f"[rank1]: {line.replace('/code', '/other')}" for line in _VALUE_ERROR.splitlines()]
     tail = "\n".join(line for pair in zip(first, second, strict=True) for line in pair)
@@ -163,7 +163,7 @@ def test_interleaved_ranks_are_told_apart_by_their_prefix():
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["before the cause", "after the cause"])
 def test_a_rank_that_lost_its_connection_hides_no_cause(order):
-    """Whichever prints first: of a script that does not use lightning_sm, nothing else tells."""
+    """Another rank's exception takes precedence over a lost connection, whichever rank prints first."""
     texts = [_PEER, _VALUE_ERROR]
     tail = "".join(f"[rank{rank}]: {line}\n" for rank in order for line in texts[rank].splitlines())
     assert failure_reason(tail, 1).startswith("ValueError: bad shape\non trainer host algo-2, rank 1 (")
@@ -171,13 +171,13 @@ def test_a_rank_that_lost_its_connection_hides_no_cause(order):
 
 
 def test_last_exception_of_a_chain_is_the_reason():
-    """``raise X from Y`` gives X, as Python prints it last."""
+    """``raise X from Y`` gives X, which Python prints last."""
     reason = failure_reason(_printed("try:\n  {}['a']\nexcept KeyError as e:\n  raise RuntimeError('no a') from e"), 1)
     assert reason.startswith("RuntimeError: no a\n")
 
 
 def test_usage_error_is_the_error_line():
-    """Of argparse's and jsonargparse's usage texts only the error is kept."""
+    """Only the error is kept from the usage texts of argparse and jsonargparse."""
     usage = "usage: train.py [-h] [--a A]\n               {fit} ...\n"
     assert failure_reason(f"{usage}train.py: error: unrecognized arguments: --b=1\n", 2).startswith(
         "train.py: error: unrecognized arguments: --b=1\n"
@@ -189,7 +189,7 @@ def test_usage_error_is_the_error_line():
 
 
 def test_a_usage_error_keeps_what_stands_behind_an_empty_line():
-    """Behind one, jsonargparse explains an ambiguous class; what other processes print is not part of it."""
+    """A usage error keeps jsonargparse's explanation after an empty line, but no other process's output."""
     explained = (
         'error: Parser key "data":\n\n  - Does not validate against any of the Union subtypes\n  Errors:\n'
         "    - Multiple subclasses with name Data. Give the full class path to avoid ambiguity: a.Data, b.Data.\n"
@@ -205,7 +205,7 @@ def test_a_usage_error_keeps_what_stands_behind_an_empty_line():
 
 
 def test_syntax_error_names_file_and_line():
-    """A script that does not compile gives the error, the file and the line."""
+    """The reason for a script that does not compile has the error, the file and the line."""
     reason = failure_reason(_printed("x = 1\ndef f(:\n"), 1)
     assert reason.startswith("SyntaxError: invalid syntax")
     assert 'File "/code/train.py", line 2' in reason
@@ -213,14 +213,14 @@ def test_syntax_error_names_file_and_line():
 
 @pytest.mark.parametrize(("code", "name"), [(137, "SIGKILL"), (139, "SIGSEGV"), (143, "SIGTERM")])
 def test_signal_is_named(code, name):
-    """A killed script gives the name of the signal and what it wrote last."""
+    """The reason for a killed script names the signal and ends with the script's last output."""
     reason = failure_reason("epoch 3 of 10\n", code)
     assert reason.startswith(f"killed by {name} (exit code {code})")
     assert reason.endswith("epoch 3 of 10")
 
 
 def test_silent_failure_is_a_plain_sentence():
-    """Without a word on stderr the exit code is all there is."""
+    """If nothing was written to stderr, the reason has only the exit code and the rank."""
     assert failure_reason("\n \n", 3) == ("exit code 3 on trainer host algo-2, rank 1; nothing was written to stderr")
 
 
@@ -239,7 +239,7 @@ def test_colours_are_stripped():
     ],
 )
 def test_reason_is_never_longer_than_the_service_keeps(tail):
-    """Long messages, lines and outputs are cut to 1024 characters, and something remains."""
+    """Long messages, lines and outputs are cut to 1024 characters, and keep the exit code."""
     assert 10 < len(failure_reason(tail, 1)) <= 1024
     assert "exit code 1" in failure_reason(tail, 1)
 
@@ -252,14 +252,14 @@ def test_reason_is_never_longer_than_the_service_keeps(tail):
     ],
 )
 def test_a_table_below_a_sentence_is_not_in_the_headline(lines, headline):
-    """Its first row says nothing by itself; the second line of a message without a full stop does."""
+    """The headline omits a table below a complete sentence, but joins a message that continues on a second line."""
     said = failure._with_place(lines, (), Place("algo-1", Role.TRAINER), "exit code 1")
     assert said.headline == f"{headline}trainer host algo-1 (exit code 1)"
     assert all(line in said.text for line in lines)
 
 
 def test_the_headline_of_last_lines_is_the_very_last():
-    """Of an exception it is the first line and the place; a stop comes before either."""
+    """The headline has the last line of stderr, or an exception's first line and place; a stop comes before both."""
     place = Place("algo-1", Role.TRAINER)
     where = "exit code 3 on trainer host algo-1; last lines of stderr:"
     assert of_script("a warning\nno data\n", 3, place).reason == Reason(
@@ -272,7 +272,7 @@ def test_the_headline_of_last_lines_is_the_very_last():
 
 @pytest.mark.parametrize("tail", ["Traceback (most recent call last):", '  File "x", line 1\n', "[rank0]: ", "error: "])
 def test_cut_off_output_is_survived(tail):
-    """A tail that begins or ends in the middle of a traceback still gives a reason."""
+    """A stderr tail that starts or ends in the middle of a traceback still gives a reason."""
     assert "exit code 1" in failure_reason(tail, 1)
 
 
@@ -285,12 +285,12 @@ _FAILURE = ProcessFailure(
 
 
 def of_process(own, exit_code=1, stderr_tail=_PEER, place=_PLACE):
-    """What failed where the process says why it died."""
+    """The failure of a process that reports why it failed."""
     return script_failure(EndedProcess(7, 3, exit_code, 2.0, own, has_reporter=True), 1, stderr_tail, place)
 
 
 def test_the_reason_is_what_the_process_said():
-    """Type and message, rank, then frames; whatever stderr says."""
+    """A process's failure report determines the reason, whatever is on stderr: exception, rank, then frames."""
     failed = of_process(_FAILURE)
     assert failed.reason.text.splitlines() == [
         *_FAILURE.lines,
@@ -308,7 +308,7 @@ def test_the_reason_is_what_the_process_said():
 
 @pytest.mark.parametrize("tail", [_VALUE_ERROR, _VALUE_ERROR.replace("ValueError", "ImportError")])
 def test_a_process_that_would_have_said_why_was_killed_or_exited(tail):
-    """Its exit code is the reason, the end of stderr is shown as such, and what it caught prevents no restart."""
+    """Without a failure report, the exit code is the reason; an exception in stderr is shown but never permanent."""
     killed = of_process(None, 137, tail)
     start = "killed by SIGKILL (exit code 137) on trainer host algo-2, rank 3; last lines of stderr:"
     assert killed.reason.text.startswith(start)
@@ -320,7 +320,7 @@ def test_a_process_that_would_have_said_why_was_killed_or_exited(tail):
 
 
 def test_an_exception_on_a_data_host_names_the_trainer_that_it_ended():
-    """Its lines begin with the user's exception and the data host; on the data host itself, the exit is enough."""
+    """The user's exception and the data host come first, then the trainer host that it ended, or just the exit code."""
     lines = ("ValueError: corrupt", "on data host algo-3, worker 0: index 40")
     own = replace(_FAILURE, lines=lines, is_passed_on=True)
     where = of_process(own).reason.text.splitlines()[:3]
@@ -346,7 +346,7 @@ def test_an_exception_on_a_data_host_names_the_trainer_that_it_ended():
     ],
 )
 def test_what_would_recur_in_a_script_without_failure_file(said, code, is_permanent):
-    """Usage errors, and what cannot be imported or compiled if that ended it; not what it caught."""
+    """Usage errors, and import and syntax errors that ended the script, are permanent; those it caught are not."""
     assert of_script(said, code).is_permanent is is_permanent
 
 
@@ -354,12 +354,12 @@ def test_what_would_recur_in_a_script_without_failure_file(said, code, is_perman
     ("said", "is_one"), [("", False), (_VALUE_ERROR, False), (_PEER, True), (_PEER + "x\n", False)]
 )
 def test_what_follows_from_another_host(said, is_one):
-    """A script whose last word is that a connection was closed is not what failed first."""
+    """A script that ends with a closed connection failed because of another host."""
     assert of_script(said, 1).is_consequence is is_one
 
 
 def test_a_code_that_only_the_parent_knows():
-    """Torchrun may wait for its rank before the launcher has seen how it exited."""
+    """The reason says so if only the parent, such as torchrun, knows the exit code because it reaped the rank first."""
     gone = EndedProcess(7, 1, None, 2.0, has_reporter=True)
     reason = script_failure(gone, 1, "x\n", _PLACE).reason.text
     assert (

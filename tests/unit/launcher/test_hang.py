@@ -1,4 +1,4 @@
-"""When processes count as hanging, and what is saved of them."""
+"""When a process counts as hanging, and which stacks are saved."""
 
 import os
 import subprocess
@@ -18,14 +18,14 @@ def _training(pid, at, step=0, phase=Phase.TRAINING, error=""):
 
 
 def test_a_process_hangs_when_it_says_nothing_for_long():
-    """All that hang are named, but not those that still make steps."""
+    """Every process that has been silent for the limit is listed; processes that still make steps are not."""
     watchdog = Watchdog(least_s=60)
     assert watchdog.hanging([_training(0, 0.0), _training(1, 0.0)], 59.9) == []
     assert watchdog.hanging([_training(0, 0.0), _training(1, 2.0)], 60.0) == [_training(0, 0.0)]
 
 
 def test_slow_steps_take_their_time():
-    """Twenty times the longest step so far is no hang, however short the limit."""
+    """A process may be silent for twenty times its longest step, however short the limit."""
     watchdog = Watchdog(least_s=10)
     assert watchdog.hanging([_training(0, 0.0)], 1.0) == []
     assert watchdog.hanging([_training(0, 5.0)], 6.0) == []
@@ -35,7 +35,7 @@ def test_slow_steps_take_their_time():
 
 @pytest.mark.parametrize(("phase", "limit_s"), [(Phase.ENDING_EPOCH, 10), (Phase.FIRST_STEP, 20 * 50)])
 def test_what_may_pause_is_no_hang(phase, limit_s):
-    """The end of an epoch or a compilation may take long; only a first step says something about those that follow."""
+    """The end of an epoch and a first step may take long; only the first step extends the limit for later ones."""
     watchdog = Watchdog(least_s=10)
     paused = _training(0, 0.0, phase=phase)
     assert watchdog.hanging([paused], 50.0) == []
@@ -51,7 +51,7 @@ def test_what_may_pause_is_no_hang(phase, limit_s):
     ],
 )
 def test_a_checkpoint_and_what_comes_before_the_first_step_end_some_day(phase, hangs):
-    """They may take ten times as long as a step; what a script does otherwise takes any time."""
+    """Checkpoints and the start of a fit get ten times the limit; work outside a fit has no limit."""
     watchdog = Watchdog(least_s=1200)
     beats = [_training(0, 0.0, phase=phase)]
     assert watchdog.hanging(beats, 11_999.0) == []
@@ -59,7 +59,7 @@ def test_a_checkpoint_and_what_comes_before_the_first_step_end_some_day(phase, h
 
 
 def test_a_process_that_has_failed_must_end():
-    """A rank that raised an exception, but whose process does not end, hangs the others."""
+    """A rank that raised an exception but does not exit hangs, because the other ranks wait for it."""
     watchdog = Watchdog(least_s=600)
     failed = _training(1, 0.0, phase=Phase.FAILED, error="ValueError: no label")
     waiting = _training(0, 0.0)
@@ -68,13 +68,13 @@ def test_a_process_that_has_failed_must_end():
 
 
 def test_where_they_stand_in_one_line():
-    """Ranks in their order, then how long they have said nothing."""
+    """One line lists each rank's position in rank order, and how long ago it was reported."""
     beats = [_training(1, 2.0, step=7, phase=Phase.VALIDATING), _training(0, 0.0, step=8)]
     assert described(beats, 62.0) == "rank 0 at step 8, training (62 s ago); rank 1 at step 7, validating (60 s ago)"
 
 
 def test_the_watchdog_shows_a_hang_at_the_second_look():
-    """Then with the beats of all processes; nothing is looked at where it is off, or before it is time."""
+    """The watchdog reports the beats of all processes at its second look at a hang; a disabled one never looks."""
     beats = [_training(0, 0.0, step=3), _training(1, 100.0)]
     watchdog, off = Watchdog(60.0), Watchdog(0.0)
     assert [list(watchdog.look(lambda: beats, now)) for now in (59.0, 61.0, 62.0, 63.0)] == [[], [], [], beats]
@@ -82,16 +82,16 @@ def test_the_watchdog_shows_a_hang_at_the_second_look():
 
 
 def test_one_look_at_a_hang_is_not_enough():
-    """A launcher that was suspended together with its script sees old beats when it resumes, and then new ones."""
+    """Old beats seen once are no hang: a launcher that was suspended with its script sees them when it resumes."""
     watchdog = Watchdog(60.0)
     for now in range(0, 1000, 2):
-        beat = _training(now, now - 30.0 if now % 4 else now - 100.0)  # another process each time: no long interval
+        beat = _training(now, now - 30.0 if now % 4 else now - 100.0)  # a new process each time: no long interval
         assert not watchdog.look(lambda beat=beat: [beat], float(now))
 
 
 @pytest.mark.parametrize(("least_s", "check_s"), [(1200.0, 2.0), (8.0, 2.0), (4.0, 1.0)])
 def test_the_watchdog_looks_several_times_within_the_limit(least_s, check_s):
-    """A hang is noticed a quarter of the limit too late at most."""
+    """A hang is noticed at most a quarter of the limit late."""
     looks, watchdog = [], Watchdog(least_s)
     for tenth in range(1, 101):
         watchdog.look(lambda tenth=tenth: looks.append(tenth / 10) or [], tenth / 10)
@@ -99,7 +99,7 @@ def test_the_watchdog_looks_several_times_within_the_limit(least_s, check_s):
 
 
 def test_stacks_are_saved_for_each_process(tmp_path):
-    """A process that does not know the signal is spared, and has no file."""
+    """Each process's stacks are saved; a process that does not handle the signal is left alone and gets no file."""
     script = "import os\nfrom lightning_sm.job.control_folder import announce\nannounce().beat(2)\n"
     script += "def stuck():\n    print('ready', flush=True); os.read(0, 1)\nstuck()"
     (tmp_path / "control").mkdir()
@@ -117,7 +117,7 @@ def test_stacks_are_saved_for_each_process(tmp_path):
 
 
 def test_a_frozen_process_is_not_waited_for_longer_than_stated(tmp_path):
-    """It would delay the SIGKILL of a stop, whose time the launcher needs for its own exit."""
+    """Waiting for a frozen process is limited, as it delays a stop's SIGKILL, after which the launcher must exit."""
     script = "import os, signal\nfrom lightning_sm.job.control_folder import announce\nannounce().beat(2)\n"
     script += "os.write(1, b'ready\\n'); os.kill(os.getpid(), signal.SIGSTOP)"
     (tmp_path / "control").mkdir()

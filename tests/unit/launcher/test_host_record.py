@@ -1,4 +1,4 @@
-"""What a launcher writes into the record of a run."""
+"""The launcher's record of a run."""
 
 import signal
 from pathlib import Path
@@ -14,7 +14,7 @@ from lightning_sm.record import events
 
 
 class Launcher:
-    """A launcher of the first of two hosts."""
+    """The launcher of the first of two hosts."""
 
     def __init__(self, base: Path, role=Role.TRAINER):
         groups = (InstanceGroup("trainers", ("algo-1",), "ml.g5.xlarge"), InstanceGroup("data", ("algo-2",)))
@@ -23,12 +23,12 @@ class Launcher:
         self.folder = Path(self.record.variables[RECORD_DIR.name])
 
     def lines(self):
-        """What it wrote."""
+        """The lines of its record."""
         return events.read_lines((self.folder / "algo-1-launcher.jsonl").read_bytes())
 
 
 def test_the_head_comes_first(tmp_path):
-    """It has the command, and nothing is written before that is known; a span is written when it ends."""
+    """The head has the command, and nothing is written before that is known; spans are written when they end."""
     launcher = Launcher(tmp_path)
     with launcher.record, launcher.record.span("preparation"):
         launcher.record.event("failure", "host algo-2: too early")
@@ -45,7 +45,7 @@ def test_the_head_comes_first(tmp_path):
 
 
 def test_a_script_that_was_never_found_leaves_a_record_too(tmp_path):
-    """The end says why, and a stop is noted."""
+    """If the script is not found, the record still has the stop and an end with the reason."""
     launcher = Launcher(tmp_path)
     with launcher.record:
         launcher.record.on_stop(signal.SIGTERM)
@@ -68,7 +68,7 @@ def test_a_script_that_was_never_found_leaves_a_record_too(tmp_path):
     ],
 )
 def test_how_a_host_ends(tmp_path, exit_code, is_stopped, is_saved, outcome):
-    """An interruption is one that left a checkpoint; a signal is an event of its own."""
+    """A stop counts as an interruption only if a checkpoint was saved; the signal is a separate event."""
     launcher = Launcher(tmp_path)
     with launcher.record:
         launcher.record.began([])
@@ -96,7 +96,7 @@ def test_how_a_host_ends(tmp_path, exit_code, is_stopped, is_saved, outcome):
 def test_a_host_that_knows_how_the_job_ended_says_so_beside_its_own_end(
     tmp_path, role, job, exit_code, is_saved, expected
 ):
-    """A host that was ended because another one had failed is stopped; its job has failed, for the other reason."""
+    """The end has the host's and the job's outcomes: a host stopped by another's failure is stopped, its job failed."""
     launcher = Launcher(tmp_path, role)
     with launcher.record:
         launcher.record.began([])
@@ -122,7 +122,7 @@ def test_a_host_that_knows_how_the_job_ended_says_so_beside_its_own_end(
     ],
 )
 def test_what_ends_the_job_elsewhere_is_an_event(tmp_path, job, event):
-    """What ended it on this host has been written already."""
+    """A failure, interruption or loss on another host is an event; this host's failure is already recorded."""
     launcher = Launcher(tmp_path)
     launcher.record.began([])
     launcher.record.on_job_outcome(job)

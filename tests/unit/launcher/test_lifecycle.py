@@ -1,4 +1,4 @@
-"""The life of a host as a state machine: its tables, and random sequences of events."""
+"""A host's life cycle as a state machine: tables of transitions, and random sequences of events."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ELSEWHERE = (_FAILED_ELSEWHERE, _STOPPED_ELSEWHERE, _LOST_ELSEWHERE)
 @pytest.mark.parametrize("exit_code", [0, 1, INTERRUPTED_EXIT_CODE])
 @pytest.mark.parametrize("job", _ALL)
 def test_a_data_host_exits_as_its_script_unless_training_succeeded_without_it(stop, exit_code, job):
-    """Neither a stop nor a failure elsewhere changes its exit code, or takes its place as the reason."""
+    """A data host keeps its script's exit code and reason after a stop or a failure elsewhere."""
     own = Outcome.of_exit_code(exit_code, "its own reason")
     state = HostState(_DATA, stop=stop, own=own, job=job)
     assert state.outcome.exit_code == (0 if job is _FINISHED else exit_code)
@@ -70,7 +70,7 @@ def test_a_data_host_exits_as_its_script_unless_training_succeeded_without_it(st
     ],
 )
 def test_a_trainer_host_never_looks_successful_when_another_failed(stop, exit_code, jobs, expected):
-    """Of a job that was stopped first, each host that did not succeed gives its own reason."""
+    """A trainer host fails if another host did. If it was stopped first, it keeps its reason unless it succeeded."""
     own = Outcome.of_exit_code(exit_code, "its own reason")
     for job in jobs:
         state = HostState(_TRAINER, stop=stop, own=own, job=job)
@@ -90,7 +90,7 @@ def test_a_trainer_host_never_looks_successful_when_another_failed(stop, exit_co
     ],
 )
 def test_which_outcomes_of_the_job_end_a_script(host, stop, ending):
-    """A data host has nothing to do after the training. A stopped trainer keeps its time to save a checkpoint."""
+    """A data host stops after training. A stopped trainer host keeps its time to save a checkpoint."""
     for job in (_FINISHED, _FAILED_HERE, *_ELSEWHERE):
         state = HostState(host, LauncherPhase.RUNNING, stop)
         assert step(state, JobEnded(job))[1] == ((EndScript(job.kind),) if job in ending else ()), job
@@ -107,7 +107,7 @@ def test_which_outcomes_of_the_job_end_a_script(host, stop, ending):
     ],
 )
 def test_a_host_knows_how_the_job_ended_unless_it_was_stopped_before(stop, own, job, known):
-    """What another host reports after the stop is a consequence of the stop."""
+    """A stopped host ignores a later failure elsewhere, which is a consequence of the stop."""
     assert HostState(_MAIN, stop=stop, own=own, job=job).known_job is known
 
 
@@ -123,7 +123,7 @@ _SECOND = Restart(2, 2, OutcomeKind.FAILURE, "killed again")
 
 
 def _life(host, *events):
-    """Return the phases of a host, what it was to do, and its last state."""
+    """Return a host's phases, its actions and its final state."""
     state = HostState(host)
     phases, actions = [state.phase], []
     for event in events:
@@ -421,7 +421,7 @@ def _life(host, *events):
     ],
 )
 def test_lives(host, events, phases, actions, outcome):
-    """What a host goes through, what it does at once, and how it exits."""
+    """Check a host's phases, its actions and its outcome."""
     gone_through, done, state = _life(host, *events)
     assert [phase.name for phase in gone_through] == phases.split()
     assert done == actions
@@ -437,14 +437,14 @@ def test_lives(host, events, phases, actions, outcome):
     ],
 )
 def test_a_restart_is_pending_until_the_script_takes_part_in_it(host, restart, attempt, is_pending):
-    """Scripts of data hosts take part in none; an order that comes late changes nothing."""
+    """A restart is pending until the script has joined it; data hosts join none, and late orders change nothing."""
     state = HostState(host, restart=restart, attempt=attempt)
     assert state.pending_restart is (restart if is_pending else None)
 
 
 @pytest.mark.parametrize("exit_code", [0, 1, 2, 255, 128 + signal.SIGTERM, 128 + signal.SIGINT])
 def test_only_a_script_that_was_killed_is_started_again(exit_code):
-    """A script that exits by itself would do so again; that of a trainer needs those of the others."""
+    """Only a data host's killed script restarts: others would exit again, and trainer hosts need each other."""
     assert _life(_DATA, Done(), Exited(exit_code))[2].phase is LauncherPhase.JUDGING
     assert _life(_TRAINER, Done(), Exited(137))[2].phase is LauncherPhase.JUDGING
     states = [_life(_DATA, Done(), *[Exited(137), Done()] * number, Exited(137))[2] for number in range(3)]
@@ -452,7 +452,7 @@ def test_only_a_script_that_was_killed_is_started_again(exit_code):
 
 
 def test_an_event_of_another_phase_is_refused():
-    """It would be a bug of the launcher; the message names both."""
+    """An event that does not belong to the phase, a bug in the launcher, raises an error that names both."""
     with pytest.raises(ValueError, match=r"Exited\(exit_code=0\) came while the launcher was fetching the code"):
         step(HostState(_MAIN), Exited(0))
     with pytest.raises(ValueError, match="A launcher that is running the script has no outcome"):
@@ -466,7 +466,7 @@ _MOST_RESTARTS = 3
 
 
 def _ends(state, draw):
-    """Return an event with which the work of the phase may end."""
+    """Return an event that may end the phase's work."""
     kind = draw(st.sampled_from(ends_of(state.phase)))
     if kind is Restarted:
         restart = state.pending_restart
@@ -477,7 +477,7 @@ def _ends(state, draw):
 
 
 def _news(state, draw):
-    """Return news that may come now: each of the job and of the restarts once, in their order."""
+    """Return news that may arrive now: the job's outcome and each restart once, in order."""
     number = 0 if state.restart is None else state.restart.number
     choices = [st.just(None), st.sampled_from([_TERM, HostStopped(signal.SIGINT)])]
     if state.job is None:
@@ -490,10 +490,10 @@ def _news(state, draw):
 
 @given(st.sampled_from([_MAIN, _TRAINER, _DATA, _ONE_OF_TWO]), st.data())
 def test_whatever_happens_a_host_exits(host, data):
-    """Each phase has work that ends it, and what happens meanwhile ends the script or is found by a later phase.
+    """Every phase can end, whatever events arrive, so every host exits in the end.
 
-    The script starts only where it may, each of its ends is reported, and a trainer host never looks successful after
-    a failure elsewhere.
+    A script starts only when it is allowed to, each exit is reported, and a trainer host never looks successful after a
+    failure elsewhere.
     """
     state, num_steps, must_report = HostState(host), 0, False
     while state.phase is not LauncherPhase.OVER:

@@ -1,4 +1,4 @@
-"""Where a pipe ends that somebody keeps open."""
+"""When reading a pipe ends although a process holds it open."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_sm.launcher.pipe import DrainedPipe
 
 @pytest.fixture
 def ends():
-    """A pipe that is read as one whose writers have exited, though its write end stays open."""
+    """A pipe that can be read to its end while its write end stays open."""
     readable, writable = os.pipe()
     with DrainedPipe(os.fdopen(readable, "rb")) as pipe, os.fdopen(writable, "wb", buffering=0) as writer:
         yield pipe, writer
 
 
 def test_what_it_holds_is_read_to_the_last_byte(ends):
-    """Once it is to end, in pieces of any size, though somebody keeps it open."""
+    """Everything in the pipe is read, in pieces of any size, although its write end stays open."""
     pipe, writer = ends
     data = os.urandom(60_000)
     writer.write(data)
@@ -29,7 +29,7 @@ def test_what_it_holds_is_read_to_the_last_byte(ends):
 
 
 def test_a_reader_that_waits_for_more_is_told(ends):
-    """An empty pipe that is to end wakes the thread that reads it."""
+    """Ending an empty pipe wakes the thread that is reading it."""
     pipe, writer = ends
     writer.write(b"one\ntw")
     read = []
@@ -41,7 +41,7 @@ def test_a_reader_that_waits_for_more_is_told(ends):
 
 
 def test_it_ends_with_its_last_writer(ends):
-    """Nobody needs to say so."""
+    """The pipe ends when its last writer closes it."""
     pipe, writer = ends
     writer.close()
     assert pipe.read(1) == b""

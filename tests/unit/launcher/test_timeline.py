@@ -1,4 +1,4 @@
-"""The seconds of a host's end fit into the service's 120 s, whatever stop schedule is accepted."""
+"""A host exits within the service's 120 s with every accepted stop schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS = st.floats(0, 1e6).map(lambda seconds: f"{seconds:.6f}")
 
 @given(_SECONDS, _SECONDS)
 def test_every_accepted_schedule_ends_in_time(term, kill):
-    """A launcher has exited before SageMaker kills its container; other schedules are refused."""
+    """With every accepted schedule, the launcher exits before SageMaker kills its container; others are refused."""
     try:
         schedule = StopSchedule.from_environment({"LIGHTNING_SM_STOP_SCHEDULE": f"{term},{kill}"})
     except JobConfigError:
@@ -26,7 +26,7 @@ def test_every_accepted_schedule_ends_in_time(term, kill):
 
 
 def test_the_latest_schedule_is_accepted_and_a_later_one_says_why():
-    """The message names both limits."""
+    """The latest possible schedule is accepted, and the error for a later one states both limits."""
     latest = StopSchedule.from_environment({"LIGHTNING_SM_STOP_SCHEDULE": f"95,{LATEST_KILL_S}"})
     assert timeline.last_exit_s(latest) < SERVICE_GRACE_S
     with pytest.raises(JobConfigError, match=r"at most 112 s to SIGKILL: SageMaker kills the container 120 s after"):
@@ -34,5 +34,5 @@ def test_the_latest_schedule_is_accepted_and_a_later_one_says_why():
 
 
 def test_stacks_are_complete_before_the_processes_are_killed():
-    """Processes get the time to write them."""
+    """Processes have enough time to write their stacks before they are killed."""
     assert timeline.STACKS_S < timeline.STACKS_BEFORE_KILL_S

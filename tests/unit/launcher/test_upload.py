@@ -1,4 +1,4 @@
-"""What a launcher knows of the agent that uploads checkpoints: while the script runs, and after an interruption."""
+"""How a launcher follows the upload of checkpoints: while the script runs, and after an interruption."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ from lightning_sm.launcher.upload import UploadWatch, wait_until_uploaded
 
 @pytest.fixture
 def file(tmp_path):
-    """A checkpoint that is not uploaded yet."""
+    """A checkpoint that has not been uploaded."""
     path = tmp_path / "interrupted-epoch=1-step=7.ckpt"
     path.write_bytes(b"weights")
     return path
@@ -27,7 +27,7 @@ def _never():
 
 
 def test_nothing_is_waited_for_without_an_agent(file):
-    """On a laptop nobody uploads anything."""
+    """Without an upload agent, as on a laptop, the launcher does not wait."""
     began = time.monotonic()
     assert wait_until_uploaded([file], has_agent=False, deadline=_never)
     assert wait_until_uploaded([], has_agent=True, deadline=_never)
@@ -35,7 +35,7 @@ def test_nothing_is_waited_for_without_an_agent(file):
 
 
 def test_all_files_are_waited_for(file, caplog):
-    """The markers of all files, which the agent writes one after the other."""
+    """The launcher waits for the markers of all files, which the agent writes one after the other."""
     caplog.set_level("INFO", logger="lightning_sm")
     other = file.with_name("other.ckpt")
     other.write_bytes(b"")
@@ -57,7 +57,7 @@ def test_all_files_are_waited_for(file, caplog):
 
 
 def test_a_marker_of_an_earlier_file_does_not_count(file, caplog):
-    """A file that was written again is not uploaded yet; at the deadline the log says so."""
+    """A file rewritten after its upload counts as not uploaded, and the log reports this at the deadline."""
     _mark(file, "uploaded")
     marker = file.with_name(f"{file.name}.sagemaker-uploaded")
     os.utime(marker, (0, 0))
@@ -67,7 +67,7 @@ def test_a_marker_of_an_earlier_file_does_not_count(file, caplog):
 
 
 def test_the_first_marker_is_waited_for_in_a_job(file, monkeypatch):
-    """The agent needs a moment to notice a job's first checkpoint; without one, the host leaves soon."""
+    """The agent gets a moment to notice a job's first checkpoint; without a marker, the launcher then stops waiting."""
     monkeypatch.setattr(upload.timeline, "FIRST_MARKER_S", 0.2)
     assert wait_until_uploaded([file], has_agent=True, deadline=_never)
     thread = threading.Timer(0.05, lambda: (_mark(file, "uploading"), _mark(file, "uploaded")))
@@ -78,16 +78,16 @@ def test_the_first_marker_is_waited_for_in_a_job(file, monkeypatch):
 
 
 class TestWatch:
-    """The watch while the script runs, at times that the test states."""
+    """The watch while the script runs, with simulated times."""
 
     @pytest.fixture
     def watch(self, tmp_path):
-        """A watch of a folder that has a checkpoint of an earlier attempt, which has no marker."""
+        """A watch of a folder with an earlier attempt's checkpoint, which has no marker."""
         (tmp_path / "old.ckpt").touch()
         return UploadWatch(tmp_path)
 
     def test_a_checkpoint_that_is_not_uploaded_is_named_once(self, watch, tmp_path, file, caplog):
-        """The agent uploaded one, but not the next, a folder of shards: one warning has its name and the minutes."""
+        """If the agent stops uploading, one warning names the overdue file, here a shard, and the minutes."""
         _mark(file, "uploaded")
         watch.check(0.0)
         (tmp_path / "next.ckpt").mkdir()
@@ -101,7 +101,7 @@ class TestWatch:
         assert caplog.text.count("has not uploaded") == 1
 
     def test_an_agent_that_keeps_up_is_not_mentioned(self, watch, file, caplog):
-        """A file that is written and uploaded again and again is never overdue, and other files do not count."""
+        """A file that is rewritten and uploaded repeatedly is never overdue, and other files are ignored."""
         (file.parent / "events.jsonl").touch()
         for minute in range(30):
             os.utime(file, ns=(minute, minute))
@@ -111,13 +111,13 @@ class TestWatch:
         assert caplog.text == ""
 
     def test_without_an_agent_it_is_silent(self, watch, file, caplog):
-        """Where nothing was ever uploaded, nobody expects it: an emulated job, or an agent without markers."""
+        """If nothing has ever been uploaded, nothing is logged: the job is emulated, or its agent writes no markers."""
         for now in (0.0, 6000.0):
             watch.check(now)
         assert caplog.text == ""
 
     def test_it_looks_once_a_minute(self, watch, monkeypatch):
-        """Also where a folder of shards is removed meanwhile; without a checkpoint folder never."""
+        """It looks once a minute, even if a folder disappears during a look; without a folder it never looks."""
         looks, began = [], time.monotonic()
 
         def check(now):

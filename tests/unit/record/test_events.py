@@ -1,4 +1,4 @@
-"""The record of a run: lines survive the way through a file, and neither a torn file nor a full disk hurts."""
+"""The record of a run survives a round trip through a file, torn lines and a full disk."""
 
 import json
 import logging
@@ -27,13 +27,13 @@ LINES = [
 
 
 def make_job(base: Path, **facts) -> SageMakerJob:
-    """A job of one host."""
+    """Return a job with one host."""
     groups = (InstanceGroup("trainers", ("algo-1",)),)
     return SageMakerJob("algo-1", ("algo-1",), groups, "test", base_dir=base, **facts)
 
 
 def test_the_head_of_a_launcher_has_the_hyperparameters_without_secrets(tmp_path):
-    """Ranks do not repeat them."""
+    """Only the launcher records the hyperparameters, with secrets hidden."""
     job = make_job(tmp_path, hyperparameters={"trainer.max_epochs": "3", "hub.token": "hf_abc"})
     head = events.head_of(job, events.LAUNCHER)
     assert head.hyperparameters["trainer.max_epochs"] == "3"
@@ -51,12 +51,12 @@ def test_the_head_of_a_launcher_has_the_hyperparameters_without_secrets(tmp_path
     ],
 )
 def test_a_reason_shows_no_secret_that_a_program_quotes(said, shown):
-    """What comes before it stays; also in a record of an older version."""
+    """A secret that a program quotes is hidden, and the text before it is kept."""
     assert events.End(1.0, "failed", 1, said).reason == events.Event(1.0, "failure", said).text == shown
 
 
 def test_every_line_comes_back(tmp_path):
-    """Each kind, with the precision of a microsecond."""
+    """Each kind of line is read back, to the microsecond."""
     path = tmp_path / "1" / "algo-1-rank-3.jsonl"
     recorder = Recorder(path)
     for line in LINES:
@@ -70,7 +70,7 @@ def test_every_line_comes_back(tmp_path):
 
 
 def test_a_torn_line_is_left_out(tmp_path):
-    """A process was killed within a line; the next one goes on behind it, in the same file."""
+    """A line torn by a kill is skipped, and the next process appends to the same file."""
     path = tmp_path / "algo-1-rank-0.jsonl"
     Recorder(path).append(LINES[0])
     with path.open("a") as file:
@@ -90,24 +90,24 @@ def test_a_torn_line_is_left_out(tmp_path):
     ],
 )
 def test_what_is_no_line_is_nothing(text):
-    """Whatever a file holds, reading it raises nothing."""
+    """Content that is not a valid line is skipped without an error."""
     assert events.read_lines(text if isinstance(text, bytes) else text.encode()) == []
 
 
 def test_a_newer_format_is_read_as_far_as_it_is_known():
-    """Unknown fields are left out."""
+    """Unknown fields of a newer format are ignored."""
     text = json.dumps({"kind": "event", "t": 1.0, "what": "hang", "new": 1})
     assert events.read_lines(text.encode()) == [events.Event(1.0, "hang")]
 
 
 def test_what_json_does_not_have_becomes_null(tmp_path):
-    """A loss of NaN is no reason to write a file that only Python reads."""
+    """NaN and infinity become null, because JSON has neither."""
     text = encode(events.Metrics(1.0, 1, 0, {"loss": math.nan, "acc": math.inf}))
     assert json.loads(text, parse_constant=pytest.fail)["values"] == {"loss": None, "acc": None}
 
 
 def test_any_text_stays_on_its_line(tmp_path):
-    """Line breaks of Unicode, and names of files that are not Unicode, which get escapes."""
+    """Unicode line breaks stay within a line, and file names that are not Unicode are escaped."""
     recorder = Recorder(tmp_path / "algo-1-rank-0.jsonl")
     recorder.append(events.Event(1.0, "failure", "a\u2028b\nc"))
     recorder.append(events.Event(2.0, "failure", "\udcff"))
@@ -117,7 +117,7 @@ def test_any_text_stays_on_its_line(tmp_path):
 
 
 def test_a_full_disk_is_said_once_and_raises_nothing(caplog):
-    """Here, a device that is always full."""
+    """A device that is always full causes one warning and no error."""
     recorder = Recorder(Path("/dev/full"))
     with caplog.at_level(logging.WARNING):
         recorder.append(LINES[0])
@@ -129,21 +129,21 @@ def test_a_full_disk_is_said_once_and_raises_nothing(caplog):
 
 
 def test_a_folder_that_cannot_be_made_raises_nothing(tmp_path, caplog):
-    """A file is in its place."""
+    """A folder that cannot be created, because a file is in its place, causes one warning and no error."""
     (tmp_path / "file").touch()
     Recorder(tmp_path / "file" / "1" / "algo-1-launcher.jsonl").append(LINES[0])
     assert len(caplog.messages) == 1
 
 
 def test_the_record_lies_with_the_checkpoints(tmp_path):
-    """They survive an attempt; without them, it lies with the output data of all hosts."""
+    """The record is next to the checkpoints, which survive an attempt, or else in the output data of all hosts."""
     checkpoints = tmp_path / "checkpoints"
     assert events.record_folder(make_job(tmp_path, checkpoint_dir=checkpoints)) == checkpoints / events.FOLDER
     assert events.record_folder(make_job(tmp_path)) == tmp_path / "output" / "data" / events.FOLDER
 
 
 def test_attempts_are_counted_by_own_files(tmp_path):
-    """What other hosts have written by now says nothing; and processes of one launcher share its attempt."""
+    """Only files of this host count as attempts, and all processes of a launcher share its attempt."""
     job = make_job(tmp_path)
     assert events.open_record(job, "rank-0", {}).path.parent.name == "1"
     events.open_record(job, "rank-0", {}).append(LINES[0])
@@ -155,7 +155,7 @@ def test_attempts_are_counted_by_own_files(tmp_path):
 
 
 def test_files_are_found_below_a_folder(tmp_path):
-    """What others wrote beside them is left out."""
+    """Files and folders with other names are ignored."""
     names = ["10/algo-1-rank-0.jsonl", "2/algo-10-rank-12.jsonl", "2/algo-2-launcher.jsonl"]
     others = [
         "2/notes.jsonl",
@@ -174,7 +174,7 @@ def test_files_are_found_below_a_folder(tmp_path):
 
 
 def test_series_get_fewer_lines_as_a_run_grows():
-    """A day of steps takes a few thousand lines, and none is more than 30 s after the one before."""
+    """A day of steps takes a few thousand lines, at most 30 s apart."""
     now, gaps = 0.0, []
     while now < 86_400:
         gaps.append(events.gap_s(now, 1.0))

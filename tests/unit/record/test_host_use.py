@@ -1,4 +1,4 @@
-"""How busy a host is: its processes, its machine, and GPUs by a stand-in for NVML."""
+"""Measuring the load of a host: its processes, its machine, and GPUs with a fake NVML."""
 
 import logging
 import subprocess
@@ -14,7 +14,7 @@ from lightning_sm.record.host_use import Gpus, HostMeter
 
 
 def test_a_host_that_shares_its_machine_counts_its_own_processes(monkeypatch):
-    """Also one that it has started."""
+    """A host on a shared machine counts its processes, including their children."""
     monkeypatch.setattr(host_use, "usable_cpus", lambda: 1)
     meter = HostMeter(is_machine_shared=True)
     began = time.monotonic()
@@ -26,18 +26,18 @@ def test_a_host_that_shares_its_machine_counts_its_own_processes(monkeypatch):
 
 
 def test_a_host_with_a_machine_of_its_own_has_its_memory():
-    """As on SageMaker."""
+    """A host with a dedicated machine, as on SageMaker, reports the machine's memory."""
     use = HostMeter().measure()
     assert 0 <= use.cpu <= 1
     assert 0 < use.memory_bytes < use.memory_total_bytes == psutil.virtual_memory().total
 
 
 class NVMLError(Exception):
-    """As pynvml.NVMLError."""
+    """A stand-in for pynvml.NVMLError."""
 
 
 def nvml(**changes):
-    """A stand-in for pynvml with two GPUs, of which the second is a part of one and says nothing."""
+    """Return a stand-in for pynvml with two GPUs, of which the second, a MIG partition, reports no utilization."""
 
     def utilization(handle):
         if handle:
@@ -56,14 +56,14 @@ def nvml(**changes):
 
 
 def test_gpus_that_say_it_are_measured(monkeypatch):
-    """One that does not is left out."""
+    """A GPU that does not report its utilization is left out."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
     (gpu,) = Gpus().measure()
     assert (gpu.use, gpu.memory_bytes, gpu.memory_total_bytes) == (0.74, 3, 8)
 
 
 def test_without_a_driver_there_are_no_gpus(monkeypatch):
-    """NVML is installed, and finds no library of the driver."""
+    """Without the driver's library, an installed NVML reports no GPUs."""
 
     def fail():
         raise NVMLError("NVML Shared Library Not Found")
@@ -74,7 +74,7 @@ def test_without_a_driver_there_are_no_gpus(monkeypatch):
 
 @pytest.mark.parametrize(("has_gpu", "said"), [(True, 1), (False, 0)])
 def test_without_nvml_a_host_with_gpus_says_what_is_missing(monkeypatch, caplog, tmp_path, has_gpu, said):
-    """In a line; a host without GPUs lacks nothing."""
+    """A host with GPUs logs one line if NVML is missing; a host without GPUs logs nothing."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(host_use, "_GPU_DEVICE", tmp_path if has_gpu else tmp_path / "none")
     with caplog.at_level(logging.INFO):

@@ -1,4 +1,4 @@
-"""Prices come from the user: a file, or options that override it."""
+"""Prices from the user: a file, and options that override it."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from lightning_sm.record.prices import FILE_FORMAT, Prices, cost, read_prices
 
 
 def test_the_documented_file_is_valid(tmp_path):
-    """The file that error messages and docs show can be read."""
+    """The file shown in error messages and docs can be read."""
     file = tmp_path / "prices.yaml"
     file.write_text(FILE_FORMAT)
     prices = read_prices(file, [])
@@ -25,7 +25,7 @@ def test_options_override_the_file(tmp_path):
 
 
 def test_no_prices_are_built_in():
-    """Without prices of the user, nothing has a price."""
+    """Without prices from the user, nothing has a price."""
     prices = read_prices(None, [])
     assert not prices
     assert prices.of("trainer", "ml.g5.xlarge") is None
@@ -33,7 +33,7 @@ def test_no_prices_are_built_in():
 
 
 def test_a_group_counts_before_the_instance_type():
-    """Two groups of one type may have two prices, as with a spot or reserved group."""
+    """Groups with the same instance type may have different prices, such as for spot or reserved instances."""
     prices = Prices({"data": 0.5, "ml.c5.xlarge": 0.2})
     assert prices.total([("data", "ml.c5.xlarge"), ("trainer", "ml.c5.xlarge")]) == pytest.approx(0.7)
     assert prices.total([("data", None), ("trainer", "ml.g5.xlarge")]) is None
@@ -48,7 +48,7 @@ def test_cost_is_by_the_hour():
     ("value", "text"), [(12345.678, "$12,345.68"), (0, "$0.00"), (0.00126437, "$0.0013"), (0.5, "$0.50"), (1, "$1.00")]
 )
 def test_small_amounts_keep_two_digits(value, text):
-    """A step costs a fraction of a cent, which must not be printed as nothing."""
+    """A step costs a fraction of a cent, which must not be printed as zero."""
     assert Prices().amount(value) == text
 
 
@@ -67,7 +67,7 @@ def test_small_amounts_keep_two_digits(value, text):
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path, content, message):
-    """The message names the file, the place and the value."""
+    """The error names the file, the place and the value."""
     file = tmp_path / "prices.yaml"
     file.write_text(content)
     with pytest.raises(JobConfigError, match=message) as caught:
@@ -77,12 +77,12 @@ def test_a_wrong_file_is_refused(tmp_path, content, message):
 
 @pytest.mark.parametrize("flag", ["1.41", "=1", "a=", "a=x", "a=inf"])
 def test_a_wrong_option_is_refused(flag):
-    """An option without a name or without a number is quoted."""
+    """An option without a name or a number raises an error that quotes it."""
     with pytest.raises(JobConfigError, match="--price"):
         read_prices(None, [flag])
 
 
 def test_a_missing_file_is_named(tmp_path):
-    """A file that is not there is an error in one line."""
+    """A missing file raises an error in one line."""
     with pytest.raises(JobConfigError, match=r"none\.yaml cannot be read: No such file"):
         read_prices(tmp_path / "none.yaml", [])

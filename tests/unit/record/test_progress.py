@@ -1,4 +1,4 @@
-"""Lines of progress: what they say, and what is left out."""
+"""Progress lines: their content and order."""
 
 import re
 
@@ -8,7 +8,7 @@ from lightning_sm.record.progress import metric_pattern, objective_pattern, prog
 
 
 def test_a_line_has_the_position_first_and_the_rates_last():
-    """Metrics stand between them."""
+    """Metrics are between the position and the rates."""
     line = progress_line("epoch=3/10 step=45", {"val_acc": 0.9333}, {"steps_per_s": "12.3", "eta": "0:10:23"}, 3)
     assert line == "epoch=3/10 step=45 validation=3 val_acc=0.9333 steps_per_s=12.3 eta=0:10:23"
     assert progress_line("test", {"test_loss": 1e-5}, {}) == "test test_loss=1e-05"
@@ -25,13 +25,13 @@ def test_a_line_has_the_position_first_and_the_rates_last():
     ],
 )
 def test_an_objective_is_read_only_after_a_validation(line, value):
-    """Other lines repeat an old value."""
+    """Only lines after a validation match, because other lines repeat an old value."""
     match = re.search(objective_pattern("val_acc"), line)
     assert (match and match[1]) == value
 
 
 @pytest.mark.parametrize("name", ["steps_per_s", "samples_per_s", "memory_gb", "data_wait"])
 def test_the_speed_can_be_a_metric_too(name):
-    """Its names are found like those of the model."""
+    """Rates can be read from a line in the same way as the model's metrics."""
     line = progress_line("epoch=1/1 step=1", {}, {name: "3.1" if name != "data_wait" else "1.2%"})
     assert re.search(metric_pattern(name), line)

@@ -1,4 +1,4 @@
-"""The record of a run is found wherever its files ended up."""
+"""Finding the record of a run wherever its files are."""
 
 import io
 import re
@@ -16,7 +16,7 @@ from tests.unit.report.recorded import BEGIN, head, input_bound, steps, use, wri
 
 
 def names(run):
-    """Host, process and attempt of each record."""
+    """Return attempt, host and process of each record."""
     return [(record.attempt, record.head.host, record.head.who) for record in run.records]
 
 
@@ -24,7 +24,7 @@ ALL = [(1, "algo-1", "launcher"), (1, "algo-1", "rank-0"), (1, "algo-2", "launch
 
 
 def test_a_folder_and_an_archive_of_it_are_the_same_run(tmp_path):
-    """output.tar.gz need not be unpacked."""
+    """An output.tar.gz can be read without unpacking it."""
     folder = input_bound(tmp_path / "run")
     archive = tmp_path / "output.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
@@ -36,7 +36,7 @@ def test_a_folder_and_an_archive_of_it_are_the_same_run(tmp_path):
 
 
 def test_hosts_whose_folders_are_apart_are_one_run(tmp_path):
-    """Each host of a job without checkpoints has a folder of its own."""
+    """Hosts of a job without checkpoints have separate folders, which form one run."""
     folder = input_bound(tmp_path / "run")
     for host in ("algo-1", "algo-2"):
         (tmp_path / host / "1").mkdir(parents=True)
@@ -47,7 +47,7 @@ def test_hosts_whose_folders_are_apart_are_one_run(tmp_path):
 
 
 def test_of_two_copies_the_longer_one_counts(tmp_path):
-    """A file may be on the host and, without its end, where it was uploaded to."""
+    """Of two copies of a file, such as on the host and in an incomplete upload, the longer one is used."""
     input_bound(tmp_path / "a")
     write(tmp_path / "b", head(1), steps(11))
     (run,) = read_runs([tmp_path / "a", tmp_path / "b"])
@@ -56,7 +56,7 @@ def test_of_two_copies_the_longer_one_counts(tmp_path):
 
 
 def test_attempts_that_do_not_know_of_each_other_are_told_apart(tmp_path):
-    """Without a checkpoint folder, each attempt calls itself the first one."""
+    """Without a checkpoint folder, each attempt calls itself the first one, and their times tell them apart."""
     input_bound(tmp_path / "attempt-1", outcome="interrupted")
     input_bound(tmp_path / "attempt-2", begin=100.0)
     run = Figures(read_run(tmp_path))
@@ -65,7 +65,7 @@ def test_attempts_that_do_not_know_of_each_other_are_told_apart(tmp_path):
 
 
 def test_a_restarted_process_goes_on_with_its_file(tmp_path):
-    """What it writes is of the same attempt, and begins with another head."""
+    """A restarted process appends to the file of the same attempt, with another head."""
     write(tmp_path, head(1), steps(11), head(20), steps(31))
     assert [(record.attempt, record.head.t - 1_700_000_000) for record in read_run(tmp_path).records] == [
         (1, 1),
@@ -74,7 +74,7 @@ def test_a_restarted_process_goes_on_with_its_file(tmp_path):
 
 
 def test_jobs_that_share_a_folder_are_several_runs(tmp_path):
-    """A job that resumes the checkpoints of another one writes beside it."""
+    """A job that resumes another job's checkpoints writes into the same folder."""
     write(tmp_path, head(1, job="first"), steps(11))
     write(tmp_path, head(100, job="second"), steps(111), attempt=2)
     assert [run.name for run in read_runs([tmp_path])] == ["first", "second"]
@@ -86,14 +86,14 @@ def test_jobs_that_share_a_folder_are_several_runs(tmp_path):
 
 
 def test_a_job_without_a_name_is_called_after_its_folder(tmp_path):
-    """Some local modes give jobs no name."""
+    """A job without a name, as from some local modes, is named after its folder."""
     write(tmp_path / "run", head(1, job=None), steps(11))
     assert read_run(tmp_path / "run").name == "run"
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not an archive"])
 def test_what_is_no_record_is_named(tmp_path, content):
-    """A folder without records, a missing file, and one of another kind."""
+    """A folder without records, a missing file and a file of another kind raise errors that name the path."""
     source = tmp_path / "run"
     if content is not None:
         source.write_bytes(content)
@@ -104,7 +104,7 @@ def test_what_is_no_record_is_named(tmp_path, content):
 
 
 def test_damaged_lines_are_left_out_and_counted(tmp_path):
-    """Also one that is JSON but says what no process does, such as a time of less than nothing."""
+    """Damaged lines are skipped and counted, including valid JSON with impossible values such as a negative time."""
     path = input_bound(tmp_path) / FOLDER / "1" / "algo-1-rank-0.jsonl"
     before = read_run(tmp_path)
     with path.open("ab") as file:
@@ -118,14 +118,14 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path):
 
 @pytest.mark.parametrize(("t", "jump"), [(-7200, "2 h"), (7200, "2 h")])
 def test_a_jump_of_the_clock_is_said(tmp_path, t, jump):
-    """Back, or ahead by more than anything in the record took."""
+    """A clock that goes back, or ahead by more than any recorded duration, is reported."""
     write(tmp_path, head(1), steps(11), steps(11 + t), steps(12 + t))
     said = read_run(tmp_path).flaws
     assert re.fullmatch(rf"The clock of algo-1 jumped by {jump}.*: durations and costs may be off by as much\.", said)
 
 
 def test_a_long_silence_of_which_a_line_tells_is_no_jump(tmp_path):
-    """A step or a validation may take hours, and whatever follows a training, too."""
+    """Hours in a step or a validation, or after the training, are not mistaken for a clock jump."""
     hours = Span(BEGIN + 9000, "validation", BEGIN + 13, 8987.0)
     write(tmp_path, head(1), steps(12), hours, End(BEGIN + 9001, "succeeded", 0), use(20_000))
     assert read_run(tmp_path).flaws == ""

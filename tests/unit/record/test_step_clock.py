@@ -1,4 +1,4 @@
-"""StepClock: all time is charged to something, once."""
+"""StepClock attributes each second exactly once."""
 
 import itertools
 
@@ -32,12 +32,12 @@ CALLS = st.lists(
 
 
 def seconds():
-    """A clock that is one second later at each look."""
+    """Return a clock that advances by one second per call."""
     return itertools.count().__next__
 
 
 def test_a_step_has_its_parts():
-    """Each second goes to the part that was entered before it; the next step counts when it has ended."""
+    """Each second goes to the part that was entered before it; the next step does not count until it is complete."""
     clock = StepClock(seconds())
     for part in (DATA_WAIT, TO_DEVICE, FORWARD, OPTIMIZER, BACKWARD, OPTIMIZER):
         clock.enter(part)
@@ -57,7 +57,7 @@ def test_a_step_has_its_parts():
 
 
 def test_spans_are_no_part_of_a_step():
-    """An inner span counts for itself; the outer one goes on after it; a step within a span has no time."""
+    """An inner span is separate from its outer span, which continues after it; a step within a span has no time."""
     clock = StepClock(seconds())
     clock.begin_span("validation")
     clock.begin_span("checkpoint")
@@ -71,7 +71,7 @@ def test_spans_are_no_part_of_a_step():
 
 
 def test_a_wait_is_blamed_on_what_its_batch_was_doing():
-    """A quarter of 4 s, and a half of 2 s, once their step has ended; the first wait is in a span: no step's."""
+    """A quarter of 4 s and a half of 2 s were in transit; the first wait belongs to a span and counts for no step."""
     now = [0.0]
     clock = StepClock(lambda: now[0])
     clock.begin_span("first_batch")
@@ -88,7 +88,7 @@ def test_a_wait_is_blamed_on_what_its_batch_was_doing():
 
 @given(CALLS)
 def test_the_sum_is_the_time_that_has_passed(calls):
-    """Whatever the order of calls."""
+    """The sum of all parts and spans is the elapsed time, whatever the order of calls."""
     looks = itertools.count()
     clock = StepClock(lambda: next(looks) ** 1.5)
     spans = [getattr(clock, name)(argument) for name, argument in [*calls, ("enter", OTHER)]]
@@ -100,7 +100,7 @@ def test_the_sum_is_the_time_that_has_passed(calls):
 
 
 def test_what_was_added_since_a_snapshot():
-    """What spans take counts for nothing here."""
+    """The difference of two totals excludes the time of spans."""
     clock = StepClock(seconds())
     clock.end_step(1)
     before = clock.totals
@@ -114,26 +114,26 @@ def test_what_was_added_since_a_snapshot():
 
 
 def host(**parts):
-    """Seconds by part of the host."""
+    """Return the host's seconds by part."""
     return dict.fromkeys(PARTS, 0.0) | parts
 
 
 @pytest.mark.parametrize(
     ("measured", "gpu", "expected"),
     [
-        # The GPU is busy all the time: waiting for data costs nothing.
+        # The GPU is busy all the time, so waiting for data costs nothing.
         (host(data_wait=6, forward=1, other=3), {"forward": 4, "backward": 6}, host(forward=4, backward=6)),
-        # It is idle for 4 of 10 s: of the 6 s that the host waited, 4 count.
+        # The GPU is idle for 4 of 10 s, so only 4 of the 6 s of waiting count.
         (host(data_wait=6, forward=4), {"forward": 2, "backward": 4}, host(forward=2, backward=4, data_wait=4)),
-        # The host waited for nothing; the rest is its own.
+        # The host did not wait, so the rest is its work.
         (host(forward=10), {"forward": 2, "optimizer": 1}, host(forward=2, optimizer=1, other=7)),
-        # Of a few steps only, the GPU's time may be extrapolated too high.
+        # If only a few steps were measured, the GPU's extrapolated time may be too long.
         (host(forward=5, to_device=5), {"forward": 10, "backward": 10}, host(forward=5, backward=5)),
         (host(data_wait=2, to_device=1, other=1), {}, host(data_wait=2, to_device=1, other=1)),
     ],
 )
 def test_waiting_counts_while_the_gpu_has_nothing_to_do(measured, gpu, expected):
-    """The parts still sum up to the time that has passed."""
+    """Waiting counts only while the GPU is idle, and the parts still sum up to the elapsed time."""
     parts = exposed(measured, gpu)
     assert parts == expected
     assert list(parts) == list(PARTS)

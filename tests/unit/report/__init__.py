@@ -1,1 +1,1 @@
-"""Records, and what is made of them."""
+"""Unit tests of ``lightning_sm.report``."""

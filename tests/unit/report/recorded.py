@@ -1,4 +1,4 @@
-"""Records of runs that never happened, written as a job writes them."""
+"""Records of invented runs, in the format that a job writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARTS = {"data_wait": 0.58, "to_device": 0.02, "forward": 0.1, "backward": 0.2, 
 
 
 def write(folder: Path, *lines: Line, host: str = "algo-1", who: str = "rank-0", attempt: int = 1) -> Path:
-    """Append lines to the file of a process; return it."""
+    """Append lines to the file of a process, and return its path."""
     path = folder / FOLDER / str(attempt) / f"{host}-{who}.jsonl"
     recorder = Recorder(path)
     for line in lines:
@@ -36,7 +36,7 @@ def write(folder: Path, *lines: Line, host: str = "algo-1", who: str = "rank-0",
 
 
 def head(t: float = 0.0, host: str = "algo-1", who: str = "rank-0", **values: object) -> FileHead:
-    """The first line of a file."""
+    """Return the first line of a file."""
     rank = int(who.partition("-")[2]) if who.startswith("rank") else None
     known = {
         "job": "job",
@@ -55,7 +55,7 @@ def head(t: float = 0.0, host: str = "algo-1", who: str = "rank-0", **values: ob
 def steps(
     t: float, n: int = 20, step_s: float = 0.05, waiting: float = 0.58, step: int = 0, samples: int = 640
 ) -> Steps:
-    """Steps of which training waited for a share, the rest distributed as in ``PARTS``."""
+    """Return steps that wait for data for a share of their time; the rest is distributed as in ``PARTS``."""
     wall_s = n * step_s
     rest = {part: share for part, share in PARTS.items() if part != "data_wait"}
     scale = (1.0 - waiting) / sum(rest.values())
@@ -64,7 +64,7 @@ def steps(
 
 
 def use(t: float, cpu: float = 0.4) -> HostUse:
-    """What a host did."""
+    """Return one measurement of a host."""
     return HostUse(BEGIN + t, cpu, 2 * 10**9, 16 * 10**9)
 
 
@@ -78,7 +78,7 @@ def data(
     num_bytes: int = 1_000_000,
     transfer_s: float = 0.0005,
 ) -> DataService:
-    """What data hosts and rank 0 did since the start, at 50 ms a step."""
+    """Return the figures of a data host and rank 0 since the start, at 50 ms per step."""
     seconds = 0.05 * num_steps
     rank = {
         "num_batches": num_steps,
@@ -119,7 +119,7 @@ def input_bound(
     begin: float = 0.0,
     **of_data: float,
 ) -> Path:
-    """Write a run with a trainer and a data host whose workers are too few: 50 ms a step, 58% of it waiting."""
+    """Write a run whose data host has too few workers: its trainer waits for 58% of each 50 ms step."""
     end = begin + 10 + seconds + 2
     rank: list[Line] = [
         head(begin + 1),

@@ -1,4 +1,4 @@
-"""The commands ``report``, ``compare`` and ``plan``, as a shell runs them."""
+"""The commands ``report``, ``compare`` and ``plan``, as run from a shell."""
 
 import json
 import logging
@@ -14,12 +14,12 @@ PRICES = ("--price", "ml.g5.xlarge=1.41", "--price", "ml.c5.xlarge=0.2")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run whose workers are too few."""
+    """Write a run with too few workers."""
     return str(input_bound(tmp_path_factory.mktemp("record") / "run"))
 
 
 def test_report_writes_a_page_and_says_the_verdict(run, tmp_path, caplog, capsys):
-    """The page replaces an older one as a whole, readable for others, and stdout says what it says."""
+    """The page atomically replaces an older one, all users can read it, and stdout has verdict and changes."""
     file = tmp_path / "new" / "page.html"
     file.parent.mkdir()
     file.write_text("old")
@@ -36,7 +36,7 @@ def test_report_writes_a_page_and_says_the_verdict(run, tmp_path, caplog, capsys
 
 
 def test_runs_get_the_names_that_the_user_gives(tmp_path, capsys, caplog):
-    """In the order of the folders, whichever run began first; too many names are an error."""
+    """Names are assigned in the order of the folders, whichever run began first; too many names raise an error."""
     folders = [str(input_bound(tmp_path / name, begin=begin)) for name, begin in (("new", 100.0), ("old", 0.0))]
     for path in (tmp_path / "old").rglob("*.jsonl"):
         path.write_text(path.read_text().replace('"job":"job"', '"job":"other"'))
@@ -50,14 +50,14 @@ def test_runs_get_the_names_that_the_user_gives(tmp_path, capsys, caplog):
 
 
 def test_a_timeline_is_written_beside_the_page(run, tmp_path, caplog):
-    """Even if the page cannot be."""
+    """The timeline is written even if the page cannot be written."""
     (tmp_path / "page.html").mkdir()
     assert main(["report", run, "-o", str(tmp_path / "page.html"), "--trace", str(tmp_path / "run.json")]) == 2
     assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
 
 
 def test_a_page_that_cannot_be_written_is_an_error_in_one_line(run, tmp_path, caplog):
-    """Nothing half-written is left."""
+    """A page that cannot be written causes an error in one line and leaves no partial file."""
     (tmp_path / "page.html").mkdir()
     assert main(["report", run, "-o", str(tmp_path / "page.html")]) == 2
     assert "cannot be written: Is a directory" in caplog.text
@@ -65,7 +65,7 @@ def test_a_page_that_cannot_be_written_is_an_error_in_one_line(run, tmp_path, ca
 
 
 def test_compare_says_times_and_costs(run, capsys):
-    """As a table, and as JSON."""
+    """The comparison is printed as a table or as JSON."""
     assert main(["compare", run, run, *PRICES]) == 0
     said = "B takes 72 s instead of 72 s for the same work (as fast), and costs $0.032 instead of $0.032 (the same)."
     assert capsys.readouterr().out.startswith(said)
@@ -74,7 +74,7 @@ def test_compare_says_times_and_costs(run, capsys):
 
 
 def test_a_folder_of_several_jobs_is_not_compared(tmp_path, caplog):
-    """The error names them."""
+    """A folder with several jobs raises an error that names them."""
     for name, samples in (("first", 10), ("second", 20)):
         write(tmp_path, head(1, job=name), *(steps(11 + second, step=samples * second) for second in range(5)))
     assert main(["compare", str(tmp_path), str(tmp_path)]) == 2
@@ -82,7 +82,7 @@ def test_a_folder_of_several_jobs_is_not_compared(tmp_path, caplog):
 
 
 def test_plan_says_how_many_workers(run, capsys):
-    """Of the measured kind of host, and of another one."""
+    """The plan covers the measured kind of host and another kind."""
     assert main(["plan", run]) == 0
     assert capsys.readouterr().out.startswith("Training waits 58% of the time for data. Use 2 data hosts instead")
     assert main(["plan", run, "--kind", "ml.c5.4xlarge"]) == 0
@@ -91,14 +91,14 @@ def test_plan_says_how_many_workers(run, capsys):
 
 @pytest.mark.parametrize("command", [["report"], ["plan"], ["compare", "other"]])
 def test_a_folder_without_a_record_is_an_error(command, tmp_path, caplog):
-    """In one line, with what was looked for."""
+    """A folder without a record causes an error in one line."""
     assert main([*command, str(tmp_path)]) == 2
     assert caplog.text.count("error: ") == 1
 
 
 @pytest.mark.parametrize("words", [["--steps", "0"], ["--steps", "1.5"]])
 def test_wrong_numbers_are_refused(run, words, capsys):
-    """With the value, and what is expected."""
+    """An invalid number of steps causes an error that shows it."""
     with pytest.raises(SystemExit) as ended:
         main(["plan", run, *words])
     assert ended.value.code == 2

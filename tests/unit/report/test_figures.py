@@ -1,4 +1,4 @@
-"""Numbers of a run, from what its processes wrote."""
+"""Figures of a run, computed from the records of its processes."""
 
 from pathlib import Path
 
@@ -25,12 +25,12 @@ from tests.unit.report.recorded import BEGIN, data, head, input_bound, steps, us
 
 
 def of(folder):
-    """The figures of the run in a folder."""
+    """Return the figures of the run in a folder."""
     return Figures(read_run(folder))
 
 
 def test_the_time_of_a_job_is_told_apart(tmp_path):
-    """All seconds of the job are somewhere, and those of steps are split into work and waiting."""
+    """Each second of the job is attributed, and the time of steps is divided into work and waiting."""
     run = of(input_bound(tmp_path))
     assert run.seconds == pytest.approx(72.0)
     assert sum(run.shares.values()) == pytest.approx(72.0)
@@ -48,7 +48,7 @@ def test_the_time_of_a_job_is_told_apart(tmp_path):
 
 
 def test_time_between_attempts_costs_nothing(tmp_path):
-    """Only attempts count, and the last one says how the job ended."""
+    """Time between attempts is not counted, and the last attempt determines the outcome."""
     input_bound(tmp_path, outcome="interrupted")
     run = of(input_bound(tmp_path, attempt=2, begin=10_000.0))
     assert run.seconds == pytest.approx(144.0)
@@ -59,7 +59,7 @@ def test_time_between_attempts_costs_nothing(tmp_path):
 
 
 def test_a_failure_says_its_reason(tmp_path):
-    """Of the trainers: a data host that succeeded changes nothing."""
+    """The reason is that of the failed trainer, even if a data host succeeded."""
     run = of(input_bound(tmp_path, outcome="failed"))
     assert run.outcome == "failed"
     assert verdict.ending(run) == "Failed after 72 s: ValueError: <b>$x$</b> & so on."
@@ -73,7 +73,7 @@ def test_a_failure_says_its_reason(tmp_path):
     ],
 )
 def test_an_interruption_reads_unlike_a_failure(tmp_path, outcome, ending):
-    """That a signal ended the processes is what the word says; what follows is whether the work is kept."""
+    """An interruption is reported as one, together with whether the work was saved."""
     assert verdict.ending(of(input_bound(tmp_path, outcome=outcome))) == ending
 
 
@@ -82,7 +82,7 @@ _BROKEN = "ValueError: label 7 on trainer host algo-2, rank 1 (exit code 1)"
 
 @pytest.mark.parametrize("host", ["algo-1", "algo-2"])
 def test_the_end_of_the_job_is_on_the_page_of_every_host(tmp_path, host):
-    """A host that was stopped because another one had failed shows the failure, also if it is the only record."""
+    """A host stopped because of another's failure shows that failure, even if its record is the only one."""
     hosts = {"algo-1": "trainer", "algo-2": "trainer"}
     own = "stopped" if host == "algo-1" else "failed"
     lines = head(0, host, "launcher", hosts=hosts), End(BEGIN + 50, own, 143, _BROKEN, "failed")
@@ -94,14 +94,14 @@ def test_the_end_of_the_job_is_on_the_page_of_every_host(tmp_path, host):
 
 
 def test_a_data_host_knows_how_its_job_ended(tmp_path):
-    """Its own exit is a success whatever the trainers do, and its page says what they did."""
+    """A data host exits successfully whatever the trainers do, but its page shows the outcome of the job."""
     lines = head(0, "algo-2", "launcher"), End(BEGIN + 50, "succeeded", 0, "ValueError: x", "failed")
     write(tmp_path, *lines, host="algo-2", who="launcher")
     assert verdict.ending(of(tmp_path)) == "Failed after 50 s: ValueError: x."
 
 
 def test_a_host_that_knows_how_the_job_ended_is_believed_before_one_that_does_not(tmp_path):
-    """A trainer whose peer died first fails by itself, too, but the job had been interrupted."""
+    """A trainer also fails if its peer dies, so a host that recorded the job's outcome takes precedence."""
     hosts = {"algo-1": "trainer", "algo-2": "trainer"}
     for host, end in (
         ("algo-1", End(BEGIN + 9, "failed", 1, "lost")),
@@ -112,7 +112,7 @@ def test_a_host_that_knows_how_the_job_ended_is_believed_before_one_that_does_no
 
 
 def test_a_host_that_was_killed_is_named(tmp_path):
-    """The others fail because of it, or save a checkpoint, and do not know."""
+    """A killed host is named, because the other hosts fail or save a checkpoint without knowing of it."""
     for host, ends in (("algo-1", [End(BEGIN + 9, "interrupted", 143)]), ("algo-2", [use(5)])):
         write(tmp_path, head(0, host, "launcher"), *ends, host=host, who="launcher")
     assert verdict.ending(of(tmp_path)).endswith(" saved. The end of algo-2 is not recorded: killed, or still running.")
@@ -128,14 +128,14 @@ def test_a_host_that_was_killed_is_named(tmp_path):
     ],
 )
 def test_the_role_of_a_group_without_a_record(tmp_path, own, group, lines, role):
-    """By its name, or as rank 0 knows it: a page has the record of its host alone."""
+    """The role follows from the group's name or rank 0's data, because a page may have the record of one host only."""
     other = {"algo-1": "algo-2", "algo-2": "algo-1"}[own]
     write(tmp_path, head(0, own, hosts={own: "own", other: group}, group="own"), use(1), *lines, host=own)
     assert {host.name: host.role for host in of(tmp_path).hosts}[other] == role
 
 
 def test_a_killed_job_has_no_end(tmp_path):
-    """Without a last line, nothing is claimed about how it ended."""
+    """Without an end line, the outcome counts as unknown."""
     write(tmp_path, head(1), Loader(BEGIN + 2), steps(11), steps(12))
     run = of(tmp_path)
     assert run.outcome == RUNNING
@@ -143,7 +143,7 @@ def test_a_killed_job_has_no_end(tmp_path):
 
 
 def test_a_data_host_that_fails_alone_does_not_fail_the_job(tmp_path):
-    """The job ends as its trainers do."""
+    """The outcome of the job is that of its trainers."""
     write(tmp_path, head(0, who="launcher"), End(BEGIN + 50, "succeeded", 0), who="launcher")
     lines = head(0, "algo-2", "launcher"), End(BEGIN + 20, "failed", 1, "it broke")
     write(tmp_path, *lines, host="algo-2", who="launcher")
@@ -151,7 +151,7 @@ def test_a_data_host_that_fails_alone_does_not_fail_the_job(tmp_path):
 
 
 def test_hosts_without_a_record_are_listed(tmp_path):
-    """The main host knows the others by name only, on SageMaker."""
+    """On SageMaker, the main host has only the names and types of other hosts."""
     write(tmp_path, head(1), steps(11))
     trainer, other = of(tmp_path).hosts
     assert (trainer.name, trainer.role, trainer.instance_type) == ("algo-1", "trainer", "ml.g5.xlarge")
@@ -159,7 +159,7 @@ def test_hosts_without_a_record_are_listed(tmp_path):
 
 
 def test_a_mean_step_is_the_time_of_all_steps_by_their_number(tmp_path):
-    """On the page as in the log: also the first seconds, in which caches fill."""
+    """Page and log use the same mean, including the first seconds, in which caches fill."""
     slow = [steps(11, step_s=1.0), *(steps(11 + second, step_s=0.05) for second in range(1, 5))]
     write(tmp_path, head(1), *slow)
     run = of(tmp_path)
@@ -168,7 +168,7 @@ def test_a_mean_step_is_the_time_of_all_steps_by_their_number(tmp_path):
 
 
 def test_a_rank_on_another_host_may_wait_longer(tmp_path):
-    """The main host has no record of it, and sees its wait as a backward pass; the data hosts know better."""
+    """The main host sees the wait of a rank elsewhere as a backward pass; data hosts report the actual wait."""
     line = data(16, 320)
     own, other = ({**line.ranks["rank 0"], "wait_s": wait_s, "busy_s": 16 - wait_s} for wait_s in (1.6, 14.0))
     write(
@@ -183,10 +183,11 @@ def test_a_rank_on_another_host_may_wait_longer(tmp_path):
 
 
 def test_the_main_host_says_what_all_records_say(tmp_path):
-    """On SageMaker, the page of a job has the records of one host, and the one from the archive those of all.
+    """Pages from the main host's records and from those of all hosts agree.
 
-    Before, the first one planned with the steps of its own rank, in which that waits for the others: 54 ms without
-    waiting for data, where the second one had 6 ms.
+    On SageMaker, a job's page has the records of one host, and a page from the archive those of all hosts. Before, the
+    first one planned with its rank's steps, which include waiting for other ranks: 54 ms without waiting for data,
+    instead of 6 ms.
     """
     sums = {"wait_s": 18.0, "busy_s": 2.0, "num_timed": 400, "num_steps": 400, "produce_s": 20.0, "num_bytes": 1}
     host = data(31, 400).hosts[0]
@@ -204,7 +205,7 @@ def test_the_main_host_says_what_all_records_say(tmp_path):
 
 
 def test_the_rank_that_waits_the_longest_is_the_one_that_counts(tmp_path):
-    """The others wait for it in the backward pass, which looks like work."""
+    """The rank with the longest wait counts: the others wait for it in the backward pass, which looks like work."""
     for rank, waiting in ((0, 0.1), (1, 0.6)):
         who = f"rank-{rank}"
         write(tmp_path, head(1, who=who, world_size=2), *(steps(10 + t, waiting=waiting) for t in range(5)), who=who)
@@ -214,7 +215,7 @@ def test_the_rank_that_waits_the_longest_is_the_one_that_counts(tmp_path):
 
 
 def test_samples_of_ranks_without_a_record_are_those_of_the_others(tmp_path):
-    """The main host of a job has the record of its own ranks."""
+    """The main host has records of its ranks only, so the other ranks are assumed to have as many samples."""
     write(tmp_path, head(1, world_size=4), steps(11))
     assert of(tmp_path).samples_per_step == pytest.approx(128)
     write(tmp_path / "x", head(1), steps(11, samples=0))
@@ -222,7 +223,7 @@ def test_samples_of_ranks_without_a_record_are_those_of_the_others(tmp_path):
 
 
 def test_what_an_attempt_repeats_is_not_there_twice(tmp_path):
-    """The curve goes on from the checkpoint, as that of a job that was never interrupted."""
+    """A curve continues from the checkpoint, as in a job that was never interrupted."""
     first = [Metrics(BEGIN + step, step, 0, {"loss": 1.0 / step}) for step in (10, 20, 30)]
     second = [Metrics(BEGIN + 100 + step, step, 0, {"loss": 0.1 * step}) for step in (20, 40)]
     write(tmp_path, head(1), *first)
@@ -231,14 +232,14 @@ def test_what_an_attempt_repeats_is_not_there_twice(tmp_path):
 
 
 def test_a_value_that_lines_repeat_is_not_lost(tmp_path):
-    """Metrics of epochs stand in every line until the next epoch; a curve ends where the run does."""
+    """Lines repeat an epoch's metrics until the next epoch, so a curve extends to the end of the run."""
     lines = [Metrics(BEGIN + step, step, 0, {"acc": 0.5 if step < 30 else 0.7}) for step in (10, 20, 30, 40)]
     write(tmp_path, head(1), *lines)
     assert of(tmp_path).metrics == {"acc": [(10, 0.5), (20, 0.5), (30, 0.7), (40, 0.7)]}
 
 
 def test_what_only_another_version_knows_of_data_hosts_is_left_out(tmp_path):
-    """And a line with damaged values counts as an empty one: a report of the rest is better than none."""
+    """Unknown fields are ignored, and lines with damaged values count as empty, so the rest is still reported."""
     known = data(1, 100)
     newer = msgspec.structs.replace(known, hosts=[{**host, "newer": 1} for host in known.hosts])
     write(tmp_path / "newer", head(1), newer)
@@ -251,7 +252,7 @@ def test_what_only_another_version_knows_of_data_hosts_is_left_out(tmp_path):
 
 
 def test_sums_of_data_hosts_start_again_with_a_process(tmp_path):
-    """Those of two lives of rank 0 are added up, each without its first figures."""
+    """The sums of two processes of rank 0 are added, each without its first figures."""
     life = [data(t, 100 * t) for t in range(1, 6)]
     write(tmp_path, head(1), *life, head(100), *life)
     ranks, (host,) = of(tmp_path).data
@@ -261,7 +262,7 @@ def test_sums_of_data_hosts_start_again_with_a_process(tmp_path):
 
 
 def test_only_data_hosts_of_the_last_attempt_have_workers(tmp_path):
-    """The service may give an instance group other names of hosts; what they did counts for both."""
+    """The service may rename an instance group's hosts; the batches of both names count."""
     for attempt, name in ((1, "algo-1"), (2, "algo-2")):
         lines = [replace(line, hosts=[{**line.hosts[0], "name": name}]) for line in (data(1, 100), data(2, 200))]
         write(tmp_path, head(100 * attempt), *lines, attempt=attempt)
@@ -271,7 +272,7 @@ def test_only_data_hosts_of_the_last_attempt_have_workers(tmp_path):
 
 
 def test_events_of_all_hosts_are_in_the_order_of_time(tmp_path):
-    """With seconds since the first process began."""
+    """Events are sorted by the seconds since the first process began."""
     write(tmp_path, head(0), Event(BEGIN + 9, "checkpoint_saved", "step 5"), Span(BEGIN + 3, "startup", BEGIN, 3.0))
     lines = head(1, "algo-2", "launcher"), use(2), Event(BEGIN + 4, "signal", "SIGTERM"), End(BEGIN + 20, "stopped", 0)
     write(tmp_path, *lines, host="algo-2", who="launcher")
@@ -280,7 +281,7 @@ def test_events_of_all_hosts_are_in_the_order_of_time(tmp_path):
 
 
 def test_the_headline_of_a_wait_says_where_the_batches_come_from(tmp_path):
-    """The same sentences as in the log, for data hosts and for loaders on the host itself."""
+    """The headline uses the log's sentences, for data hosts and for loaders on the trainer host."""
     remote = verdict.headline(of(input_bound(tmp_path / "remote")))
     assert remote.startswith(
         "Limited by waiting for data (transforms), 48% of the time (34.8 s). Training waits 58% of"
@@ -297,7 +298,7 @@ def test_the_headline_of_a_wait_says_where_the_batches_come_from(tmp_path):
 
 
 def test_a_long_start_is_said_with_its_cost(tmp_path):
-    """Changes name the seconds, the money and the share of the job."""
+    """Proposed changes name the seconds, the cost and the share of the job."""
     lines = [head(0), Loader(BEGIN + 60), Span(BEGIN + 60, "startup", BEGIN, 60.0)]
     write(tmp_path, *lines, *(steps(60 + t, waiting=0.0) for t in range(5)))
     prices = Prices({"trainer": 3600.0, "data": 0.0})
@@ -306,7 +307,7 @@ def test_a_long_start_is_said_with_its_cost(tmp_path):
 
 
 def _attempts(folder, *, gap):
-    """Two attempts of 20 s: the second one trains the last 40 of 200 steps again, after 6 s."""
+    """Write two attempts of 20 s and return their figures: the second repeats the last 40 of 200 steps after 6 s."""
     for attempt, begin, first in ((1, 0.0, 0), (2, 20.0 + gap, 160)):
         lines = [head(begin), Loader(BEGIN + begin + 5, batch=first)]
         lines += [
@@ -319,7 +320,7 @@ def _attempts(folder, *, gap):
 
 
 def test_restarts_cost_their_starts_and_the_steps_that_are_trained_again(tmp_path):
-    """Not the time between attempts, in which no host costs anything."""
+    """The time between attempts is not counted, because no host costs anything in it."""
     run = _attempts(tmp_path, gap=1000.0)
     (restart,) = run.restarts
     assert restart.num_repeated == 40
@@ -335,7 +336,7 @@ def test_restarts_cost_their_starts_and_the_steps_that_are_trained_again(tmp_pat
 
 
 def test_advice_on_restarts_is_what_their_numbers_support():
-    """An interruption that lost no step is no reason to save more often; before, each restart was."""
+    """Saving more often is not proposed after an interruption that lost no step; before, each restart led to it."""
     for name in ("restarts", "restart_within_job"):
         run = of(Path(__file__).parents[2] / "records" / name)
         change, *_ = verdict.changes(run, Prices())
@@ -345,7 +346,7 @@ def test_advice_on_restarts_is_what_their_numbers_support():
 
 @pytest.mark.parametrize("name", ["restarts", "restart_within_job"])
 def test_a_run_has_the_steps_of_the_training(name):
-    """The first one of each start, too, which means leave out, and those that a killed process did not write."""
+    """The count includes the first step of each start, which means exclude, and steps lost in a killed process."""
     run = of(Path(__file__).parents[2] / "records" / name)
     (loader, *_), (*_, last) = (
         [line for record in run.main_records for line in record.lines if isinstance(line, kind)]
@@ -357,7 +358,7 @@ def test_a_run_has_the_steps_of_the_training(name):
 
 
 def test_steps_that_are_trained_again_count_once(tmp_path):
-    """Also where the Trainer counts a step for several batches; what was measured has them twice."""
+    """Repeated steps count once in the total and twice in the measurement, even if one step has several batches."""
     for attempt, begin, resumed, last in ((1, 0.0, 0, 20), (2, 100.0, 40, 30)):
         begun = Loader(BEGIN + begin + 5, batch=resumed)
         line = replace(steps(begin + 20, n=79, step=last), untimed=1)
@@ -368,7 +369,7 @@ def test_steps_that_are_trained_again_count_once(tmp_path):
 
 
 def test_a_process_that_waits_for_a_restart_takes_no_time_before_it(tmp_path):
-    """It may have begun with the first one, and all that it does until its first step is part of the restart."""
+    """A standby process counts from the restart on, and all its time until its first step is part of the restart."""
     for begin in (0.0, 20.0):
         lines = [
             head(begin + 5),
@@ -385,7 +386,7 @@ def test_a_process_that_waits_for_a_restart_takes_no_time_before_it(tmp_path):
 
 
 def test_attempts_that_never_trained_are_part_of_a_restart(tmp_path):
-    """A host that dies again before the first step costs as much as one that starts slowly."""
+    """An attempt that dies before its first step counts as time of the restart."""
     _attempts(tmp_path, gap=1000.0)
     write(tmp_path, head(500, who="launcher"), use(504), who="launcher", attempt=3)
     for path in (tmp_path / FOLDER / "3", tmp_path / FOLDER / "2"):
@@ -396,7 +397,7 @@ def test_attempts_that_never_trained_are_part_of_a_restart(tmp_path):
 
 
 def test_the_use_of_a_host_is_that_of_all_attempts(tmp_path):
-    """The picture has the time before an interruption, too."""
+    """The use of a host covers all attempts, including the time before an interruption."""
     input_bound(tmp_path, outcome="interrupted", seconds=10)
     run = of(input_bound(tmp_path, attempt=2, begin=100.0, seconds=10))
     seconds = [[use.t - BEGIN for use in host.uses] for host in run.hosts]
@@ -404,7 +405,7 @@ def test_the_use_of_a_host_is_that_of_all_attempts(tmp_path):
 
 
 def test_what_an_interruption_costs_belongs_together():
-    """In a real job: its checkpoint, the end of its attempt, the next start, and the first batch there."""
+    """In a real job, a restart includes the checkpoint, the end of the attempt, the next start and its first batch."""
     run = of(Path(__file__).parents[2] / "records" / "restarts")
     (restart,) = run.restarts
     assert restart.num_repeated == 0
@@ -414,7 +415,7 @@ def test_what_an_interruption_costs_belongs_together():
     ending_s, starting_s = run.attempts[0].end - saved.begin, fetched.t - run.attempts[1].begin
     assert restart.seconds == pytest.approx(ending_s + starting_s, abs=0.01)
     assert {name: len(spans) for name, spans in run.spans.items()} == {
-        "start-up": 2,  # of the training process, and of its launcher
+        "start-up": 2,  # of the training process and of its launcher
         "first step": 1,
         "checkpoints": 1,  # at the end
         "between epochs": 2,
@@ -424,7 +425,7 @@ def test_what_an_interruption_costs_belongs_together():
 
 
 def test_the_rank_that_comes_last_to_the_backward_pass_sets_the_pace(tmp_path):
-    """What it spends its time on is what limits the others."""
+    """The rank that starts the backward pass last limits the other ranks."""
     for rank, forward in ((0, 0.1), (1, 0.7)):
         parts = {"data_wait": 0.0, "forward": forward, "backward": 0.9 - forward}
         lines = [Steps(BEGIN + 10 + t, 20 * t, 20, 20, parts) for t in range(5)]
@@ -435,7 +436,7 @@ def test_the_rank_that_comes_last_to_the_backward_pass_sets_the_pace(tmp_path):
 
 
 def test_a_rank_whose_last_record_is_elsewhere_does_not_set_the_pace(tmp_path):
-    """A host has the records of other hosts from earlier attempts only: their rank would hide the last attempt."""
+    """A rank whose records are from earlier attempts only is ignored, because it would hide the last attempt."""
     for attempt, rank, forward in ((1, 0, 0.1), (1, 1, 0.7), (2, 0, 0.1)):
         who, begin = f"rank-{rank}", 100.0 * attempt
         parts = {"data_wait": 0.0, "forward": forward, "backward": 0.9 - forward}

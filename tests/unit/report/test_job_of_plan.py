@@ -1,4 +1,4 @@
-"""The job file of a plan."""
+"""The job file that ``plan`` saves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PRICES = ("--price", "ml.g5.xlarge=1.41", "--price", "ml.c5.xlarge=0.2", "--pri
 
 
 def _launched(folder, *command, hyperparameters=None):
-    """Change what the launcher of a recorded run has started."""
+    """Change the command and hyperparameters in a recorded launcher's first line."""
     (path,) = folder.rglob("algo-1-launcher.jsonl")
     line, *others = path.read_text().strip().splitlines()
     started = json.loads(line) | {"command": command, "hyperparameters": hyperparameters or {}}
@@ -26,7 +26,7 @@ def _launched(folder, *command, hyperparameters=None):
 
 @pytest.fixture
 def remote(tmp_path):
-    """A run whose cheapest number of data hosts is two instead of one."""
+    """Write a run that would be cheapest with two data hosts instead of one."""
     folder = tmp_path / "run"
     input_bound(folder)
     _launched(folder, "train.py", "fit", "--data.num_workers=2", hyperparameters={"data.num_workers": "2"})
@@ -34,7 +34,7 @@ def remote(tmp_path):
 
 
 def test_the_file_has_the_planned_data_hosts(remote, tmp_path):
-    """And says how to try them on this machine; submit asks for what the record does not know."""
+    """The file describes a local trial, and has placeholders for what the record lacks."""
     saved = tmp_path / "planned.yaml"
     assert main(["plan", str(remote), *_PRICES, "--save", str(saved)]) == 0
     assert yaml.safe_load(saved.read_text())["groups"]["data"] == {"instance_type": "ml.c5.xlarge", "count": 2}
@@ -48,7 +48,7 @@ def test_the_file_has_the_planned_data_hosts(remote, tmp_path):
 
 
 def test_hosts_of_another_type_take_the_place_of_the_measured_ones(remote, tmp_path):
-    """With the vCPUs of their type."""
+    """Planned hosts of another type replace the measured ones, in a number that follows from their vCPUs."""
     saved = tmp_path / "planned.yaml"
     options = ("--kind", "ml.c5.4xlarge", "--save", str(saved))
     assert main(["plan", str(remote), *_PRICES, *options]) == 0
@@ -66,7 +66,7 @@ def test_hosts_of_another_type_take_the_place_of_the_measured_ones(remote, tmp_p
 
 
 def test_arguments_are_part_of_the_job(remote, tmp_path):
-    """Hyperparameters, which take precedence, are on the command line, too; hidden values are no values."""
+    """Hyperparameters override their copies on the command line, and hidden values are dropped."""
     saved = tmp_path / "planned.yaml"
     given = "train.py", "fit", "--data_service.workers=1", "--trainer.callbacks+=Timer", "--lr=1", "--token=(hidden)"
     _launched(tmp_path / "run", *given, hyperparameters={"lr": "3"})
@@ -76,7 +76,7 @@ def test_arguments_are_part_of_the_job(remote, tmp_path):
 
 
 def test_a_number_of_workers_of_the_measured_hosts_is_not_that_of_others(remote, tmp_path):
-    """In the hyperparameters, and in the command for this machine."""
+    """The number of workers is adapted to the new hosts, in the hyperparameters and in the local command."""
     saved = tmp_path / "planned.yaml"
     _launched(tmp_path / "run", "train.py", "fit", "--data_service.workers=2")
     assert main(["plan", str(remote), *_PRICES, "--kind", "ml.c5.4xlarge", "--save", str(saved)]) == 0
@@ -93,7 +93,7 @@ def test_a_number_of_workers_of_the_measured_hosts_is_not_that_of_others(remote,
     ],
 )
 def test_local_workers_are_set_where_the_run_names_them(tmp_path, command, hyperparameters):
-    """Where it does not, the file says that the script has to be changed."""
+    """If the run does not name the number of workers, the file asks for a change in the script."""
     run, saved = tmp_path / "run", tmp_path / "planned.yaml"
     local(run, waiting=0.6, cpus=3)
     _launched(run, *command)
@@ -105,7 +105,7 @@ def test_local_workers_are_set_where_the_run_names_them(tmp_path, command, hyper
 
 
 def test_what_cannot_be_saved_is_said(remote, tmp_path, caplog):
-    """Nothing is replaced."""
+    """If the file exists or cannot be written, the error names the cause, and no file is replaced."""
     saved = tmp_path / "job.yaml"
     saved.write_text("")
     for path, message in (

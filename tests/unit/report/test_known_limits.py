@@ -1,4 +1,4 @@
-"""The headlines of real jobs, each of which had one known limit (``python -m tests.records`` makes the records)."""
+"""The headlines of real jobs, each with one known limit (``python -m tests.records`` makes the records)."""
 
 import shutil
 from pathlib import Path
@@ -33,18 +33,18 @@ NAMES = {
 
 
 def figures(name):
-    """The figures of a job."""
+    """Return the figures of a job."""
     return Figures(read_run(_RECORDS / name))
 
 
 def test_each_job_has_a_known_limit():
-    """And each known limit a job that shows it."""
+    """Each job has a known limit, and each known limit has a job that shows it."""
     assert NAMES.keys() == JOBS.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_headline_names_the_known_limit(name):
-    """What was made slow, and nothing else; changes begin with it, and each is worth at least 5% of the job."""
+    """The headline and the first proposed change name the part that was made slow, and nothing else."""
     run = figures(name)
     assert verdict.ending(run).startswith("Succeeded after ")
     assert verdict.headline(run).startswith(f"Limited by {NAMES[name]}")
@@ -54,7 +54,7 @@ def test_the_headline_names_the_known_limit(name):
 
 
 def test_a_slow_rank_of_another_host_is_possible(tmp_path):
-    """The main host of a job on the service has its own record only: no advice on what may be only a wait."""
+    """Without the other ranks' records, a backward pass may be a wait, so the advice is to get these records."""
     folder = tmp_path / "slow_rank"
     shutil.copytree(_RECORDS / "slow_rank", folder)
     for file in folder.rglob("algo-2*"):
@@ -70,7 +70,7 @@ def test_a_slow_rank_of_another_host_is_possible(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_second_of_a_job_is_counted_once(name):
-    """Up to what the start of a process is known to: Linux tells it from that of the machine, by the second."""
+    """The sum is exact to 1 s: Linux reports process starts relative to the boot time, which has whole seconds."""
     run = figures(name)
     assert sum(run.shares.values()) == pytest.approx(run.seconds, abs=1.0)
 
@@ -86,5 +86,5 @@ def test_each_second_of_a_job_is_counted_once(name):
     ("restarts", "Training was restarted once: "),
 ])  # fmt: skip
 def test_the_finding_says_what_was_measured(name, words):
-    """Which rank, which host, how long."""
+    """The finding names the measured rank, host or time."""
     assert words in verdict.headline(figures(name))

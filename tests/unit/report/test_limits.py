@@ -1,4 +1,4 @@
-"""What limits a run: which limit is named first, what each costs, and what is not worth a word."""
+"""The limits of a run: their order, their cost and the threshold for naming them."""
 
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +15,7 @@ from lightning_sm.report.verdict import headline
 
 @dataclass(frozen=True)
 class Run:
-    """What limits need of the figures of a run."""
+    """The figures of a run that its limits need."""
 
     seconds: float
     pace: Totals
@@ -32,30 +32,30 @@ class Run:
     fullest_memory: tuple[str, int, int] | None = None
 
 
-# 100 steps of 100 ms in a job of 12 s.
+# A job of 12 s with 100 steps of 100 ms.
 PARTS = {"data_wait": 0.1, "to_device": 0.1, "forward": 3.7, "backward": 5.6, "optimizer": 0.4, "other": 0.1}
 HEALTHY = Run(12.0, Totals(100, parts=PARTS), {"start-up": [1.5], "validation": [0.1] * 5})
 
 
 def spending(seconds, **parts):
-    """The same job, with other seconds in some parts and spans."""
+    """Return the healthy job with different seconds in some parts and spans."""
     spans = {name.replace("_", " "): [value] for name, value in parts.items() if name not in PARTS}
     own = {name: value for name, value in parts.items() if name in PARTS}
     return replace(HEALTHY, seconds=seconds, pace=Totals(100, parts=PARTS | own), spans={**HEALTHY.spans, **spans})
 
 
 def paces(*own_s, wait_s=0.0):
-    """Ranks by their own seconds of a step of 1 s."""
+    """Return ranks with steps of 1 s, given the seconds that each spends on its work."""
     return tuple(RankPace(f"rank {number} on algo-1", 100, 1.0, own, wait_s) for number, own in enumerate(own_s))
 
 
 def names(times):
-    """The limits of a job, the largest one first."""
+    """Return the names of a job's limits, the largest one first."""
     return [limit.name for limit in limits(times)]
 
 
 def test_a_healthy_training_is_limited_by_its_own_work():
-    """No part of a job is above all criticism: the largest one is named, without a suggestion that it is waste."""
+    """The largest part of a healthy job is named, but counts as work, not as waste."""
     assert names(HEALTHY) == ["the backward pass", "the forward pass"]
     assert headline(HEALTHY).startswith(
         "Limited by the backward pass, 47% of the time (5.6 s). It takes 56 ms of the 100 ms"
@@ -82,7 +82,7 @@ def test_a_healthy_training_is_limited_by_its_own_work():
     ],
 )
 def test_the_headline_names_the_largest_limit(times, name):
-    """Whatever it is, and with its seconds; what could be removed comes before the training itself."""
+    """The headline names the largest avoidable limit and its seconds, before the training itself."""
     found = limits(times)
     first = leading(found, times.seconds)
     assert first.name == name
@@ -91,14 +91,14 @@ def test_the_headline_names_the_largest_limit(times, name):
 
 
 def test_of_two_limits_the_larger_one_is_named():
-    """However often a sentence about data was the first one before: 6 % of waiting, and 50 % of checkpoints."""
+    """A wait of 6% does not precede checkpoints of 50%; before, a sentence about data always came first."""
     times = spending(24.0, data_wait=1.5, checkpoints=12.0)
     assert headline(times).startswith("Limited by checkpoints, 50% of the time (12 s)")
     assert names(times) == ["checkpoints", "the backward pass", "the forward pass", "waiting for data"]
 
 
 def test_a_small_waste_does_not_hide_what_training_itself_takes():
-    """A tenth of the job in validations is listed, but the backward pass limits it."""
+    """A validation that takes a tenth of the job is listed, but the backward pass remains the limit."""
     times = spending(13.5, validation=1.5)
     assert headline(times).startswith("Limited by the backward pass")
     assert "validation" in names(times)
@@ -106,12 +106,12 @@ def test_a_small_waste_does_not_hide_what_training_itself_takes():
 
 @pytest.mark.parametrize("seconds", [0.59, 0.99])
 def test_what_costs_little_is_not_shown(seconds):
-    """Below a twentieth of the job, or a second."""
+    """Limits below 5% of the job or below 1 s are left out."""
     assert "validation" not in names(spending(12.0, validation=seconds))
 
 
 def test_a_usual_start_is_no_limit():
-    """Python, torch and Lightning take a while on any host, and a short job is not there to save them."""
+    """A start that takes as long as importing Python, torch and Lightning usually does is not a limit."""
     assert names(replace(HEALTHY, seconds=36.0, spans={"start-up": [25.0]})) == [
         "the backward pass",
         "the forward pass",
@@ -119,7 +119,7 @@ def test_a_usual_start_is_no_limit():
 
 
 def test_a_few_steps_have_no_verdict():
-    """Their means say nothing."""
+    """Below 50 steps, means are not meaningful, so no limit is named."""
     times = replace(HEALTHY, pace=Totals(49, parts=PARTS))
     assert limits(times) == []
     assert headline(times) == "49 steps: too few for a verdict, which needs 50."
@@ -127,7 +127,7 @@ def test_a_few_steps_have_no_verdict():
 
 
 def test_the_cause_of_a_wait_is_part_of_its_name():
-    """Who reads only the headline knows where to look; what a plan knows takes the place of what the cause says."""
+    """The headline names the cause of the wait, and a plan's advice replaces the general advice."""
     run = replace(spending(20.0, data_wait=8.0), loaders={0: Loader(0.0, workers=2)})
     assert headline(run).startswith(
         "Limited by waiting for data (transforms), 40% of the time (8 s). Training waits 45% of"
@@ -137,7 +137,7 @@ def test_the_cause_of_a_wait_is_part_of_its_name():
 
 
 def test_full_memory_is_said_although_it_costs_no_second_yet():
-    """It comes last, and is named first only where nothing else limits the job."""
+    """Full memory comes last and makes the headline only if nothing else limits the job."""
     times = replace(HEALTHY, fullest_memory=("algo-1", 98 * 10**9, 100 * 10**9))
     assert names(times)[-1] == "memory near its limit"
     assert limits(times)[-1].finding.startswith("algo-1 had 98 GB of 100 GB in use")
@@ -145,7 +145,7 @@ def test_full_memory_is_said_although_it_costs_no_second_yet():
 
 
 def test_a_gpu_on_which_nothing_ran_is_named():
-    """It costs no time, but money; a data host's would be no help, and GPUs that wait for data are in use at times."""
+    """An idle GPU costs money but no time, so it comes last; GPUs of data hosts or in use at times do not count."""
     uses = tuple(
         HostUse(t, 0.5, 2 * 10**9, 16 * 10**9, gpus=[GpuUse(use, 10**9, 16 * 10**9) for use in (0.3, 0.0, 0.0, 0.0)])
         for t in range(3)
@@ -161,7 +161,7 @@ def test_a_gpu_on_which_nothing_ran_is_named():
 
 @pytest.mark.parametrize("rank", [{"forward": 8.7, "backward": 0.6}, {"forward": 0.3, "backward": 9.0}])
 def test_the_time_that_a_slow_rank_costs_is_counted_once(rank):
-    """Neither as its forward pass, nor as the backward pass in which the others wait for it."""
+    """The slow rank's extra time counts neither as its forward pass nor as the backward pass of the waiting ranks."""
     times = replace(HEALTHY, pace=Totals(100, parts=PARTS | rank), rank_paces=paces(0.01, 0.09))
     found = {limit.name: limit.seconds for limit in limits(times)}
     assert found["a slow rank"] == pytest.approx(8.0)
@@ -169,7 +169,7 @@ def test_the_time_that_a_slow_rank_costs_is_counted_once(rank):
 
 
 def test_a_rank_is_slow_if_others_wait_for_it():
-    """It takes twice what they take, and that is a part of the step worth a word."""
+    """A rank is slow if it takes twice as long as the others, and a considerable part of the step."""
     found = slow_rank(paces(0.1, 0.9, 0.1, 0.1))
     assert found.extra_s == pytest.approx(0.8)
     assert found.text.startswith("Rank 1 on algo-1 holds up the others: apart from the backward pass")
@@ -182,7 +182,7 @@ def test_a_rank_is_slow_if_others_wait_for_it():
     ids=["none", "alone", "not twice", "a trifle", "may have waited for their data"],
 )
 def test_other_ranks_are_not_slow(ranks):
-    """Where there is nobody to compare with, little to gain, or another explanation."""
+    """A rank is not slow if there is none to compare it with, little to gain, or another explanation."""
     assert slow_rank(ranks) is None
 
 
@@ -194,7 +194,7 @@ def test_other_ranks_are_not_slow(ranks):
     ],
 )
 def test_a_local_loader_is_told_what_is_too_slow(workers, name, words):
-    """Workers where there are none, or more of them."""
+    """The advice for a slow local loader is to add workers, whether it has some or none."""
     loaders = {0: Loader(0.0, workers=workers)}
     cause = cause_of_wait(replace(spending(20.0, data_wait=8.0), loaders=loaders))
     assert cause.name == name

@@ -1,4 +1,4 @@
-"""What ``report --live`` shows of a running job."""
+"""The live view of a running job (``report --live``)."""
 
 import json
 import time
@@ -15,13 +15,13 @@ from tests.unit.report.recorded import BEGIN, data, head, steps, use, write
 
 
 def shown(folder):
-    """The job in a folder."""
+    """Return the live view of the job in a folder."""
     return live(Figures(read_run(folder)))
 
 
 @pytest.fixture
 def job(tmp_path):
-    """A job with a trainer and a data host, of which the first has trained for 100 s."""
+    """Write a job with a trainer, which has trained for 100 s, and a data host."""
     lines = [head(1), Loader(BEGIN + 6)]
     lines += [steps(10 + second, step=20 * second, step_s=0.05 if second > 80 else 0.1) for second in range(1, 101)]
     lines += [data(100, 1800), data(110, 2000), Metrics(BEGIN + 110, 2000, 1, {"loss": 0.25, "nan": None})]
@@ -32,7 +32,7 @@ def job(tmp_path):
 
 
 def test_rates_are_those_of_the_last_seconds(job):
-    """The first 80 s of the job took twice as long for a step."""
+    """Rates exclude the first 80 s of the job, in which steps took twice as long."""
     found = shown(job)
     assert (found.job, found.attempt, found.step, found.metrics["loss"]) == ("job", 1, 2000, 0.25)
     assert (found.steps_per_s, found.samples_per_s) == (pytest.approx(20.0), pytest.approx(640.0))
@@ -43,7 +43,7 @@ def test_rates_are_those_of_the_last_seconds(job):
 
 
 def test_people_get_a_few_facts_and_a_table(job):
-    """Nothing that a host says reaches the terminal as a command: events hold the text of other programs."""
+    """Control sequences in events are removed, because events hold the text of other programs."""
     evil = "\x1b]52;c;cGF5bG9hZA==\x07"
     write(job, Event(BEGIN + 111, "failure", f"oh{evil}\nno"), who="launcher")
     text = as_text(shown(job))
@@ -59,7 +59,7 @@ def test_people_get_a_few_facts_and_a_table(job):
 
 
 def test_a_job_that_has_just_started(tmp_path):
-    """Nothing is known yet, and nothing is made up."""
+    """Values of a job that has just started are None until they are measured."""
     write(tmp_path, head(1), Loader(BEGIN + 2))
     found = shown(tmp_path)
     assert [host.state for host in found.hosts] == ["starting", "no record here"]
@@ -68,7 +68,7 @@ def test_a_job_that_has_just_started(tmp_path):
 
 
 def test_only_the_newest_life_of_a_process_counts(job):
-    """In another attempt, and of a process that was restarted; what a launcher said at its end is the state."""
+    """Rates start again with a restarted process or a new attempt; a launcher's end line determines the state."""
     write(job, head(200), Loader(BEGIN + 201), steps(220, step_s=0.5, step=30))
     assert shown(job).steps_per_s == pytest.approx(2.0)
     write(job, head(300), Loader(BEGIN + 301), attempt=2)
@@ -78,7 +78,7 @@ def test_only_the_newest_life_of_a_process_counts(job):
 
 
 def test_a_data_host_that_was_lost_says_so(job):
-    """Rank 0 knows it."""
+    """The state of a data host comes from rank 0."""
     line = data(115, 2100)
     write(job, DataService(line.t, [dict(line.hosts[0], state="down")], line.ranks))
     served = shown(job).hosts[1]
@@ -86,7 +86,7 @@ def test_a_data_host_that_was_lost_says_so(job):
 
 
 def test_it_is_shown_until_the_job_ends(job, capsys, monkeypatch):
-    """Also while the emulator moves the folders of an attempt away, and beyond an interruption."""
+    """The view continues while the emulator moves the folders of an attempt, and after an interruption."""
     monkeypatch.setattr(module, "read_runs", lambda *_: looks.pop(0)())
     monkeypatch.setattr(module, "_EVERY_S", 0.01)
     run = [read_run(job)]
@@ -106,7 +106,7 @@ def test_it_is_shown_until_the_job_ends(job, capsys, monkeypatch):
 
 
 def test_a_job_that_ended_says_how(job, capsys):
-    """And that the figures are those of its last seconds."""
+    """For a job that has ended, the view shows the outcome, and that the values are from the last seconds."""
     write(job, End(BEGIN + 120, "failed", 1, "ValueError: x"), who="launcher")
     write(job, End(BEGIN + 120, "succeeded", 0), host="algo-2", who="launcher")
     assert main(["report", "--once", str(job)]) == 0
@@ -115,7 +115,7 @@ def test_a_job_that_ended_says_how(job, capsys):
 
 
 def test_a_killed_job_is_not_watched_forever(job, caplog, monkeypatch):
-    """No host writes anything; the exit code is not that of a job that was seen to end."""
+    """The view exits with code 3 once no host has written a line for a while."""
     monkeypatch.setattr(module, "_EVERY_S", 0.01)
     monkeypatch.setattr(module, "SILENCE_S", 0.05)
     assert main(["report", "--live", str(job)]) == 3
@@ -123,7 +123,7 @@ def test_a_killed_job_is_not_watched_forever(job, caplog, monkeypatch):
 
 
 def test_ctrl_c_ends_it(job, capsys, monkeypatch):
-    """Without an error; once shows it once."""
+    """Ctrl-C exits without an error; --once prints the view once."""
 
     def press(_):
         raise KeyboardInterrupt
@@ -136,7 +136,7 @@ def test_ctrl_c_ends_it(job, capsys, monkeypatch):
 
 
 def test_hosts_with_gpus_show_their_use(job):
-    """The mean of a host's GPUs."""
+    """A host's GPU use is the mean over its GPUs."""
     gpus = [GpuUse(0.5, 1, 2), GpuUse(0.9, 1, 2)]
     write(job, HostUse(BEGIN + 112, 0.5, 1, 2, gpus=gpus), who="launcher")
     assert shown(job).hosts[0].gpu == pytest.approx(0.7)

@@ -1,4 +1,4 @@
-"""The page of a report: what it says, and what it must not do."""
+"""The page of a report: its content and its restrictions."""
 
 import re
 from html.parser import HTMLParser
@@ -17,12 +17,12 @@ PRICES = Prices({"ml.g5.xlarge": 1.41, "ml.c5.xlarge": 0.2}, source="--price")
 
 
 def rendered(*folders, prices=PRICES):
-    """The page about the runs in some folders."""
+    """Render the page for the runs in some folders."""
     return page.render([Figures(read_run(folder)) for folder in folders], prices)
 
 
 class Text(HTMLParser):
-    """The text of a page, without pictures, and the attributes that may load something."""
+    """Collect a page's text, its tags and its attributes that may load something."""
 
     def __init__(self, text):
         super().__init__()
@@ -32,17 +32,17 @@ class Text(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        """Note what could load something."""
+        """Record the tag and the attributes that could load something."""
         self.tags.append(tag)
         self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href", "srcset", "action")]
 
     def handle_data(self, data):
-        """Note words."""
+        """Record the text."""
         self.words.append(data)
 
 
 def test_the_verdict_comes_first_and_then_the_numbers(tmp_path):
-    """What a phone's first screen shows answers whether it worked, how long, for how much, and how well."""
+    """The first screen on a phone shows the outcome, the duration, the cost and the quality."""
     text = " ".join(" ".join(Text(rendered(input_bound(tmp_path)).partition("<body")[2]).words).split())
     begin = "job Succeeded after 72 s. Limited by waiting for data (transforms), 48% of the time (34.8 s)."
     assert begin in text
@@ -64,7 +64,7 @@ def test_the_verdict_comes_first_and_then_the_numbers(tmp_path):
 
 
 def test_the_page_loads_nothing_and_runs_nothing(tmp_path):
-    """It opens offline, in mail programs and on a phone."""
+    """The page opens offline, in mail programs and on a phone."""
     html = rendered(input_bound(tmp_path))
     found = Text(html)
     assert all(link.startswith(("data:", "#")) for link in found.links)
@@ -74,9 +74,9 @@ def test_the_page_loads_nothing_and_runs_nothing(tmp_path):
 
 
 def test_all_numbers_of_a_page_are_those_of_one_rank(tmp_path):
-    """The one that sets the pace, also if it is not the first: headline, box, pictures and tables agree.
+    """Headline, box, pictures and tables show the rank that sets the pace, even if it is not the first.
 
-    Before, pictures and tables had the 12 % of rank 0 beside a headline with the 58 % of rank 1.
+    Before, pictures and tables had rank 0's 12% beside a headline with rank 1's 58%.
     """
     folder = input_bound(tmp_path)
     for path in folder.rglob("*-rank-0.jsonl"):
@@ -98,28 +98,28 @@ def test_all_numbers_of_a_page_are_those_of_one_rank(tmp_path):
 
 
 def test_text_of_users_is_text(tmp_path):
-    """A reason may hold HTML, and a metric's name what Matplotlib takes for mathematics."""
+    """HTML in reasons is escaped, and Matplotlib does not read names as mathematics."""
     html = rendered(input_bound(tmp_path / "a<b>$x$", outcome="failed"))
     assert "&lt;b&gt;$x$&lt;/b&gt; &amp; so on" in html
     assert "<b>" not in html
 
 
 def test_names_with_dollars_can_be_drawn(tmp_path):
-    """In hosts, metrics and runs."""
+    """Hosts, metrics and runs may have dollar signs in their names."""
     hosts = {"algo-1": "trainer", "a$b^{": "trainer"}
     write(tmp_path, head(1, hosts=hosts, job="r$_{"), steps(3), Metrics(BEGIN + 3, 1, 0, {"$a^": 1.0}), use(4))
     assert "r$_{" in rendered(tmp_path, tmp_path)
 
 
 def test_ids_are_unique(tmp_path):
-    """Pictures of one page refer to their own hatches and clips only."""
+    """Each picture of a page refers only to the hatches and clips that it defines."""
     ids = re.findall(r'<(?:clipPath|pattern|path) id="([^"]+)"', rendered(input_bound(tmp_path)))
     hatches = [name for name in ids if name.startswith(("h", "p"))]
     assert len(hatches) == len(set(hatches))
 
 
 def test_colours_are_those_of_the_page(tmp_path):
-    """Ink, grid and paper are variables, so that one file is right in the dark, too."""
+    """Ink, grid and paper are CSS variables, so that one file suits light and dark mode."""
     html = rendered(input_bound(tmp_path))
     assert {"#010203", "#040506", "#070809"}.isdisjoint(re.findall("#[0-9a-f]{6}", html))
     assert "var(--ink)" in html
@@ -127,7 +127,7 @@ def test_colours_are_those_of_the_page(tmp_path):
 
 
 def test_every_picture_has_words(tmp_path):
-    """Who does not see it reads its label, and its numbers in tables."""
+    """Pictures have a label for screen readers, and their numbers in tables."""
     html = rendered(input_bound(tmp_path))
     labels = re.findall(r'<figure role="img" aria-label="([^"]+)"', html)
     assert len(labels) == html.count("<figure") == 4
@@ -139,7 +139,7 @@ def test_every_picture_has_words(tmp_path):
 
 
 def test_runs_are_side_by_side(tmp_path):
-    """Each has its column."""
+    """Each run has a column."""
     input_bound(tmp_path / "a", outcome="interrupted")
     input_bound(tmp_path / "a", attempt=2, begin=100.0)
     html = rendered(tmp_path / "a", input_bound(tmp_path / "b"))
@@ -149,7 +149,7 @@ def test_runs_are_side_by_side(tmp_path):
 
 
 def test_charts_that_are_side_by_side_have_the_same_scale(tmp_path):
-    """A step that takes a third of the time has bars of a third of the height."""
+    """The bars of a step that takes a third of the time have a third of the height."""
     for name, step_s in (("slow", 0.06), ("quick", 0.02)):
         write(tmp_path / name, head(1), *(steps(10 + second, step_s=step_s) for second in range(60)))
 
@@ -164,7 +164,7 @@ def test_charts_that_are_side_by_side_have_the_same_scale(tmp_path):
 
 
 def test_a_run_without_anything_has_a_page(tmp_path):
-    """A job that failed at its start has a report, too, which says what there is."""
+    """A job that failed at its start has a page that shows what is known."""
     write(tmp_path, head(0, who="launcher"), use(1), who="launcher")
     text = " ".join(Text(rendered(tmp_path, prices=Prices())).words)
     assert "The end is not recorded" in text
@@ -172,7 +172,7 @@ def test_a_run_without_anything_has_a_page(tmp_path):
 
 
 def test_the_numbers_are_those_that_say_something_of_this_run(tmp_path):
-    """Without prices, waiting and metrics there are fewer, and none says that there is nothing."""
+    """Without prices, waiting and metrics, their boxes are left out."""
     write(tmp_path, head(1), *(steps(10 + t, waiting=0.01) for t in range(5)))
     text = " ".join(" ".join(Text(rendered(tmp_path, prices=Prices())).words).split())
     assert "duration 13 s samples per second 640 time of a step 50 ms Time of a step" in text
@@ -186,7 +186,7 @@ def test_the_numbers_are_those_that_say_something_of_this_run(tmp_path):
     [("val/MeanSquaredError", 1), ("val_rmse", 1), ("val_wer", 1), ("val_f1", 3), ("val_power", 3)],
 )
 def test_the_best_value_is_the_smallest_of_an_error(tmp_path, name, best):
-    """Whatever its spelling."""
+    """Names of errors are recognised in several spellings."""
     write(tmp_path, head(1), *(Metrics(BEGIN + t, t, 0, {name: value}) for t, value in ((1, 3), (2, 1), (3, 2))))
     text = " ".join(" ".join(Text(rendered(tmp_path, prices=Prices())).words).split())
     assert f"best {name} {best} (last 2)" in text
@@ -197,7 +197,7 @@ def test_the_best_value_is_the_smallest_of_an_error(tmp_path, name, best):
     [([0.5, 0.7, None], "best val_acc 0.7 (last nan)"), ([None, None], "best val_acc nan")],
 )
 def test_a_metric_that_becomes_nan_is_shown(tmp_path, values, shown):
-    """It is what one opens the page for."""
+    """The page shows a NaN as the last value."""
     lines = [Metrics(BEGIN + 10 + n, n, 0, {"val_acc": value}) for n, value in enumerate(values, 1)]
     write(tmp_path, head(1), *(steps(10 + t) for t in range(4)), *lines)
     text = " ".join(" ".join(Text(rendered(tmp_path)).words).split())
@@ -206,14 +206,14 @@ def test_a_metric_that_becomes_nan_is_shown(tmp_path, values, shown):
 
 
 def test_too_few_steps_are_no_advice(tmp_path):
-    """The page does not say that nothing is worth a change."""
+    """With too few steps, the page gives that as the reason for having no advice."""
     write(tmp_path, head(1), steps(10, step=20))
     text = " ".join(" ".join(Text(rendered(tmp_path)).words).split())
     assert "Too few steps for advice, which needs 50." in text
 
 
 def test_the_use_of_each_host_is_drawn_over_time(tmp_path):
-    """CPUs and memory of each, and GPUs and their memory where there are any; hosts without a record have no axes."""
+    """CPUs and memory are drawn for each host with a record, GPUs and their memory for those that have GPUs."""
     gpus = [GpuUse(0.7, 8 * 10**9, 16 * 10**9)]
     lines = [HostUse(BEGIN + t, 0.5, 2 * 10**9, 16 * 10**9, gpus=gpus if t > 5 else []) for t in range(1, 9)]
     write(tmp_path, head(0, who="launcher"), *lines, who="launcher")
@@ -225,7 +225,7 @@ def test_the_use_of_each_host_is_drawn_over_time(tmp_path):
 
 
 def test_hyperparameters_are_on_the_page(tmp_path):
-    """Those that the record has, which hides secrets."""
+    """The page shows the recorded hyperparameters, in which secrets are hidden."""
     assert "Hyperparameters" not in rendered(input_bound(tmp_path / "none"))
     first = head(0, who="launcher", hyperparameters={"lr": "0.1", "hub.token": "(hidden)"})
     write(tmp_path / "some", first, use(1), who="launcher")
@@ -234,14 +234,14 @@ def test_hyperparameters_are_on_the_page(tmp_path):
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
-    """The extra is named, in one line."""
+    """A missing library causes an error that names it in one line."""
     monkeypatch.setattr(page, "_NEEDED", ("matplotlib", "no_such_library"))
     with pytest.raises(page.JobConfigError, match=r"needs no_such_library: pip install no_such_library\."):
         rendered(input_bound(tmp_path))
 
 
 def test_what_is_missing_is_named_alone(monkeypatch):
-    """Not the package, which would bring torch to a laptop that only submits jobs."""
+    """The error proposes the library alone: the package would install torch on a laptop that only submits jobs."""
     monkeypatch.setattr(page, "find_spec", {"matplotlib": "there"}.get)
     with pytest.raises(JobConfigError, match=r"A report needs jinja2: pip install jinja2\."):
         page.render([], Prices())

@@ -1,4 +1,4 @@
-"""One number for one thing, in whatever shows the record of a job: the page, the live view, the log, a comparison."""
+"""The page, the live view, the log and a comparison show the same numbers for the same record."""
 
 import math
 import re
@@ -17,13 +17,13 @@ _RECORDS = Path(__file__).parents[2] / "records"
 
 
 def said_by(capsys, *command):
-    """What a command prints."""
+    """Return the output of a command."""
     assert main(list(map(str, command))) == 0
     return capsys.readouterr().out
 
 
 def text_of(page):
-    """The words of a page, without pictures."""
+    """Return the text of a page, without pictures."""
     html = re.sub("<svg.*?</svg>|<style.*?</style>", "", page.read_text(), flags=re.DOTALL)
     return " ".join(unescape(re.sub("<[^>]*>", " ", html)).split())
 
@@ -32,16 +32,16 @@ def text_of(page):
     "name", ["network", "data_host_that_came_back", "transforms_on_data_hosts", "transforms_local", "slow_rank"]
 )
 def test_rates_and_waits_are_those_that_the_training_measured(name, tmp_path, monkeypatch, capsys):
-    """To the digit.
+    """Rates and waits agree to the digit.
 
-    Before, a page had 75 % of waiting where the progress lines of the job had 72 %, because data hosts report from
-    other moments on than the clock of steps.
+    Before, a page had 75% of waiting where the progress lines of the job had 72%, because data hosts start to report at
+    another time than the step clock.
     """
     run = Figures(read_run(_RECORDS / name))
     own = run.ranks[run.pace_rank]
     step, waits = step_time(own.step_s), percent(own.waiting)
     samples = rate(run.world_size * own.samples / own.wall_s)
-    monkeypatch.setattr(live, "_WINDOW_S", math.inf)  # as if its rates were those of the whole job
+    monkeypatch.setattr(live, "_WINDOW_S", math.inf)  # so that its rates cover the whole job
     shown = live.live(run)
     assert shown.steps_per_s == 1 / own.step_s
     assert own.waiting in [host.waiting for host in shown.hosts]
@@ -63,7 +63,7 @@ def test_rates_and_waits_are_those_that_the_training_measured(name, tmp_path, mo
     "name", ["network", "data_host_that_came_back", "transforms_local", "checkpoints", "validation", "restarts"]
 )
 def test_a_limit_costs_what_the_table_says(name, tmp_path, capsys):
-    """The seconds and the share of the headline, which the log has too, are those of the table of the whole time."""
+    """The headline, which is also in the log, has the seconds and the share from the page's table of times."""
     said = said_by(capsys, "report", _RECORDS / name, "-o", tmp_path / "page.html").splitlines()[0]
     page = text_of(tmp_path / "page.html")
     assert said.removeprefix(f"{name}: ") in page

@@ -1,4 +1,4 @@
-"""How many workers a training needs, from what a short run measured."""
+"""Estimating the number of workers that a training needs, from a short run."""
 
 import re
 
@@ -17,12 +17,12 @@ PRICES = Prices({"ml.g5.xlarge": 1.41, "ml.c5.xlarge": 0.2, "ml.c5.4xlarge": 0.8
 
 
 def of(folder):
-    """The figures of the run in a folder."""
+    """Return the figures of the run in a folder."""
     return Figures(read_run(folder))
 
 
 def local(folder, *, waiting, workers=2, cpus=4, hosts=None, **values):
-    """A run whose batches are built on the trainer itself."""
+    """Write a run whose batches are built on the trainer host, and return its figures."""
     own = head(1, hosts=hosts or {"algo-1": "trainer"}, cpus=cpus, **values)
     loader = Loader(BEGIN + 2, workers=workers, cpus=cpus)
     write(folder, own, loader, *(steps(10 + t, waiting=waiting) for t in range(10)))
@@ -31,9 +31,9 @@ def local(folder, *, waiting, workers=2, cpus=4, hosts=None, **values):
 
 
 def test_the_work_of_a_step_decides(tmp_path):
-    """96 ms of work and 21 ms a step that does not wait: two workers take 48 ms, four 24 ms, and six are enough.
+    """With 96 ms of work per step, two workers take 48 ms and four take 24 ms; six keep up with 21 ms of training.
 
-    The measured step took 2 ms longer than that, which stay.
+    The 2 ms by which the measured step exceeds this prediction are added to each estimate.
     """
     planned = plan(of(input_bound(tmp_path)), PRICES)
     assert [(line.workers, line.num_hosts) for line in planned.lines] == [(2, 1), (4, 2), (6, 3)]
@@ -46,14 +46,14 @@ def test_the_work_of_a_step_decides(tmp_path):
 
 
 def test_ranks_whose_figures_did_not_arrive_are_like_the_others(tmp_path):
-    """Of a training of two ranks, data hosts know only one: a step needs twice its work."""
+    """If data hosts have the figures of one of two ranks, a step needs twice that rank's work."""
     input_bound(tmp_path)
     write(tmp_path, head(1, who="rank-1", world_size=2), steps(11), who="rank-1")
     assert measure(of(tmp_path)).cost_s == pytest.approx(2 * 0.096)
 
 
 def test_the_whole_job_has_more_than_steps(tmp_path):
-    """Start-up stays, validations grow with the steps; hosts cost by the hour."""
+    """Start-up is constant, validations grow with the steps, and hosts are priced by the hour."""
     planned = plan(of(input_bound(tmp_path)), PRICES, steps=12_000)
     first, *_, best = planned.lines
     assert first.seconds == pytest.approx(11 + 10 * 1 + 600)
@@ -65,34 +65,34 @@ def test_the_whole_job_has_more_than_steps(tmp_path):
 
 
 def test_the_measured_transfer_counts(tmp_path):
-    """Batches of 20 MB of which each took 30 ms to arrive do not come every 23 ms, however many workers there are."""
+    """Batches of 20 MB that each took 30 ms to arrive limit the step, whatever the number of workers."""
     run = of(input_bound(tmp_path, num_bytes=20_000_000, transfer_s=0.03))
     *_, last = plan(run, Prices()).lines
     assert (last.limit, last.step_s) == ("network", pytest.approx(0.032))
 
 
 def test_the_latency_of_small_batches_is_no_limit_of_the_network(tmp_path):
-    """They are in transit for 30 ms, too, but many at once."""
+    """Small batches also take 30 ms to arrive, but many are in transit at once."""
     run = of(input_bound(tmp_path, num_bytes=1_000, transfer_s=0.03))
     *_, last = plan(run, Prices()).lines
     assert (last.limit, last.step_s) == ("training", pytest.approx(0.023))
 
 
 def test_idle_workers_are_not_the_answer(tmp_path):
-    """Where workers wait, too, something else is too slow."""
+    """If workers wait, something else is too slow, and the plan raises an error."""
     with pytest.raises(JobConfigError, match="busy only 50% of the time, so more of them are not the answer"):
         plan(of(input_bound(tmp_path, busy=0.5)), Prices())
 
 
 def test_a_run_that_does_not_wait_needs_no_plan(tmp_path):
-    """Nothing is predicted."""
+    """A run that does not wait for data gets no prediction."""
     planned = plan(local(tmp_path, waiting=0.01), Prices())
     assert len(planned.lines) == 1
     assert sentence(planned, Prices()).startswith("Training waits 1% of the time for data: more workers would change")
 
 
 def test_loaders_of_the_trainers_are_planned_for_too(tmp_path):
-    """Two workers that are too slow work all the time: 2 x 50 ms a step, for 21 ms."""
+    """Two workers that are always busy do 2 x 50 ms of work per step, while training takes 21 ms."""
     run = local(tmp_path, waiting=0.58, cpus=8)
     assert measure(run).cost_s == pytest.approx(0.1)
     planned = plan(run, Prices({"trainer": 3600.0}))
@@ -110,7 +110,7 @@ def test_loaders_of_the_trainers_are_planned_for_too(tmp_path):
 
 
 def test_there_are_no_more_workers_than_cpus(tmp_path):
-    """Six would remove the wait, but four CPUs give 25 ms a step at best."""
+    """Six workers would remove the wait, but four CPUs reach 25 ms per step at best."""
     planned = plan(local(tmp_path, waiting=0.58, cpus=4), Prices())
     assert [line.per_rank for line in planned.lines] == [2, 4]
     said = sentence(planned, Prices())
@@ -123,7 +123,7 @@ def test_there_are_no_more_workers_than_cpus(tmp_path):
 
 
 def test_workers_are_those_of_each_rank(tmp_path):
-    """``num_workers`` is what one sets: of each of two ranks, which share the CPUs of their host."""
+    """``num_workers`` applies to each rank, and the two ranks of a host share its CPUs."""
     for rank in (0, 1):
         who = f"rank-{rank}"
         loader = Loader(BEGIN + 2, workers=2, cpus=8, ranks_of_host=2)
@@ -135,13 +135,13 @@ def test_workers_are_those_of_each_rank(tmp_path):
 
 
 def test_hosts_whose_cpus_are_all_in_use_are_told_so(tmp_path):
-    """No number of workers helps there."""
+    """If all CPUs have a worker, the sentence proposes data hosts instead of more workers."""
     said = sentence(plan(local(tmp_path, waiting=0.58, workers=4, cpus=4), Prices()), Prices())
     assert said.endswith("Every CPU of these hosts already has a worker. Data hosts would add more CPUs.")
 
 
 def test_the_cheapest_number_of_hosts_is_proposed_and_not_the_last_one(tmp_path):
-    """A third host saves 2 ms a step, and costs more than that."""
+    """A third host would save 2 ms per step, but costs more than that unless its price is low."""
     run = of(input_bound(tmp_path))
     dear = plan(run, Prices({"ml.g5.xlarge": 1.0, "ml.c5.xlarge": 1.0}), steps=100_000)
     assert (dear.best.num_hosts, dear.lines[-1].num_hosts) == (2, 3)
@@ -152,7 +152,7 @@ def test_the_cheapest_number_of_hosts_is_proposed_and_not_the_last_one(tmp_path)
 
 
 def test_without_prices_all_hosts_count_as_equally_expensive(tmp_path):
-    """And it is said."""
+    """Without prices, the text states the assumption that all hosts cost the same."""
     planned = plan(of(input_bound(tmp_path)), Prices())
     assert planned.best.num_hosts == 2
     assert as_text(planned, Prices()).endswith("This assumes equal prices for all hosts. Give prices with --price.")
@@ -161,7 +161,7 @@ def test_without_prices_all_hosts_count_as_equally_expensive(tmp_path):
 @pytest.mark.parametrize("missing", ["ml.g5.xlarge", "ml.c5.xlarge", "ml.c5.4xlarge"])
 @pytest.mark.parametrize("kind", [None, "ml.c5.4xlarge"])
 def test_where_a_price_is_missing_no_cost_is_compared(tmp_path, missing, kind):
-    """Neither that of the measured hosts with none, nor a part of them; what is known stands in the table."""
+    """Costs are shown where all prices are known, and compared only if the prices of both configurations are known."""
     prices = Prices({name: price for name, price in PRICES.per_hour.items() if name != missing}, source="--price")
     planned = plan(of(input_bound(tmp_path)), prices, kind)
     first, *others = planned.lines
@@ -172,7 +172,7 @@ def test_where_a_price_is_missing_no_cost_is_compared(tmp_path, missing, kind):
 
 
 def test_hosts_that_help_little_are_not_proposed_without_prices(tmp_path):
-    """Five times the data hosts for a step of 21 ms instead of 50: whether that pays, only prices say."""
+    """Without prices, five times the data hosts are not proposed for steps of 21 ms instead of 50 ms."""
     planned = plan(of(input_bound(tmp_path, produce_s=0.2)), Prices())
     assert sentence(planned, Prices()) == (
         "Training waits 58% of the time for data. Make the transforms cheaper first, or do them beforehand: building a "
@@ -183,7 +183,7 @@ def test_hosts_that_help_little_are_not_proposed_without_prices(tmp_path):
 
 
 def test_data_hosts_with_idle_cpus_get_more_workers_before_more_hosts(tmp_path):
-    """A host of 8 CPUs with two workers has room for five more, which cost nothing."""
+    """A data host with 8 CPUs and two workers gets more workers first, which cost nothing."""
     input_bound(tmp_path)
     write(tmp_path, head(1, "algo-2", "launcher", cpus=8), use(5), host="algo-2", who="launcher")
     planned = plan(of(tmp_path), PRICES)
@@ -193,7 +193,7 @@ def test_data_hosts_with_idle_cpus_get_more_workers_before_more_hosts(tmp_path):
 
 
 def test_what_saves_next_to_nothing_is_not_proposed(tmp_path):
-    """Nobody adds a host for a hundredth of the job."""
+    """A change that saves less than 2% of the job's cost is not proposed."""
     run = of(input_bound(tmp_path, produce_s=0.0425, seconds=60))
     prices = Prices({"ml.g5.xlarge": 1000.0, "ml.c5.xlarge": 0.001})
     planned = plan(run, prices, steps=5)
@@ -202,7 +202,7 @@ def test_what_saves_next_to_nothing_is_not_proposed(tmp_path):
 
 
 def test_transforms_that_take_most_of_the_time_come_before_hosts(tmp_path):
-    """A batch of 5 s is no reason to buy 530 workers: at most ten times the measured ones are proposed."""
+    """For batches of 5 s, cheaper transforms come before 530 workers: the plan stops at 10 times the measured ones."""
     planned = plan(of(input_bound(tmp_path, produce_s=5.0)), Prices())
     said = sentence(planned, Prices())
     assert "Make the transforms cheaper first, or do them beforehand: building a batch takes 2.4e+02 times" in said
@@ -210,29 +210,29 @@ def test_transforms_that_take_most_of_the_time_come_before_hosts(tmp_path):
 
 
 def test_vcpus_follow_from_the_instance_type(tmp_path):
-    """72 vCPUs have some 70 workers, not those of the measured host; what is no instance type is refused."""
+    """A host with 72 vCPUs gets about 70 workers; anything but an instance type raises an error."""
     run = of(input_bound(tmp_path))
     planned = plan(run, Prices(), "ml.c5.18xlarge")
     assert planned.lines[1].num_hosts == 1
     assert planned.lines[1].workers > 60
     with pytest.raises(JobConfigError, match=r"--kind foo: expected an instance type such as ml\.c5\.4xlarge"):
         plan(run, Prices(), "foo")
-    assert plan(run, Prices(), "ml.c5.xlarge") == plan(run, Prices())  # the measured one
+    assert plan(run, Prices(), "ml.c5.xlarge") == plan(run, Prices())  # the measured type
 
 
 def test_a_plan_for_the_measured_run_is_the_measured_run(tmp_path):
-    """Its time is that of the job on the same page, to the last digit."""
+    """The plan's time for the measured configuration equals the job's time exactly."""
     run = of(input_bound(tmp_path))
     assert plan(run, Prices()).lines[0].seconds == pytest.approx(run.seconds)
 
 
 def test_more_workers_than_cpus_do_not_work_more(tmp_path):
-    """Eight workers on four CPUs get as much done as four."""
+    """Eight workers on four CPUs do the work of four."""
     assert measure(local(tmp_path, waiting=0.58, workers=8, cpus=4)).cost_s == pytest.approx(4 * 0.05)
 
 
 def test_without_workers_training_builds_its_batches_itself(tmp_path):
-    """The wait is the work: 29 ms, which two workers do beside the 21 ms of training."""
+    """The wait of 29 ms is the work, which two workers can do during the 21 ms of training."""
     run = local(tmp_path, waiting=0.58, workers=0)
     assert measure(run).cost_s == pytest.approx(0.029)
     planned = plan(run, Prices())
@@ -240,7 +240,7 @@ def test_without_workers_training_builds_its_batches_itself(tmp_path):
 
 
 def test_a_run_that_says_nothing_is_refused(tmp_path):
-    """Without steps, or without where batches come from."""
+    """A record with too few steps, or without the number of workers, raises an error."""
     write(tmp_path / "a", head(1), use(3))
     with pytest.raises(JobConfigError, match="0 training steps in the record; a plan needs"):
         plan(of(tmp_path / "a"), Prices())
@@ -256,13 +256,13 @@ def test_a_run_that_says_nothing_is_refused(tmp_path):
     ("workers", "measured_ms"), [(1, 99.0), (2, 50.0), (4, 24.7), (8, 15.3)], ids=["1", "2", "4", "8"]
 )
 def test_the_model_predicts_measured_steps(workers, measured_ms):
-    """Steps of 15 ms with 16 samples of 6 ms, as they were measured with a prototype: within 4 %."""
+    """Predictions match a prototype's steps of 15 ms, with 16 samples of 6 ms, within 4%."""
     measured = MeasuredRun(own_s=0.015, cost_s=16 * 0.006, workers=1)
     assert 1e3 * measured.predict(workers)[0] == pytest.approx(measured_ms, rel=0.04)
 
 
 def test_the_largest_term_is_the_limit():
-    """Workers, then the network, then training itself; and workers have a tenth in reserve."""
+    """The slowest of workers, network and training sets the step time; workers get a reserve of a tenth."""
     measured = MeasuredRun(own_s=0.1, cost_s=1.0, workers=2, wire_s=0.2)
     assert [measured.predict(workers)[1] for workers in (2, 5, 100)] == ["workers", "network", "network"]
     assert measured.workers_needed == 12
@@ -271,7 +271,7 @@ def test_the_largest_term_is_the_limit():
 
 
 def test_the_table_says_what_it_rests_on(tmp_path):
-    """Measured figures are part of the text, and the line to choose is marked."""
+    """The text includes the measured figures, and the table marks the best line."""
     text = as_text(plan(of(input_bound(tmp_path)), PRICES), PRICES)
     assert "A step needs 96 ms of work by all workers together." in text
     assert re.search(r"^2 \(measured\) +1 +50 ms", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The timeline for Perfetto: all processes on one clock."""
+"""The timeline for Perfetto, with all processes on one clock."""
 
 import json
 from itertools import pairwise
@@ -11,17 +11,17 @@ from tests.unit.report.recorded import BEGIN, head, input_bound, write
 
 
 def of(*folders):
-    """The events of the runs in some folders."""
+    """Return the trace events of the runs in some folders."""
     return json.loads(trace([Figures(read_run(folder)) for folder in folders]))["traceEvents"]
 
 
 def processes(events):
-    """The names of processes by their numbers."""
+    """Return the names of processes by their numbers."""
     return {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
 
 
 def test_ranks_and_data_hosts_are_on_one_clock(tmp_path):
-    """Microseconds since the first process began; steps do not overlap, and spans contain those inside them."""
+    """Times are microseconds since the first process began; steps do not overlap, and spans have their full length."""
     events = of(input_bound(tmp_path))
     named = processes(events)
     assert sorted(named.values()) == ["algo-1 launcher", "algo-1 rank-0", "algo-2 launcher"]
@@ -39,7 +39,7 @@ def test_ranks_and_data_hosts_are_on_one_clock(tmp_path):
 
 
 def test_events_and_ends_are_marked(tmp_path):
-    """With their words, at their time."""
+    """Events and ends are marked with their text at their time."""
     events = of(input_bound(tmp_path, outcome="failed"))
     marked = [(event["ts"], event["name"], event["args"]["what"]) for event in events if event["ph"] == "i"]
     assert (69e6, "signal", "SIGTERM arrived.") in marked
@@ -47,7 +47,7 @@ def test_events_and_ends_are_marked(tmp_path):
 
 
 def test_a_restarted_process_goes_on_in_its_track(tmp_path):
-    """Also in another attempt; of several runs, each begins at 0 under its own name."""
+    """Restarts and further attempts use the same track; each run starts at 0 under its name."""
     step = Steps(BEGIN + 4, 1, 1, parts={"forward": 1.0})
     for folder, job in (("a", "one"), ("b", "two")):
         write(

@@ -11,7 +11,7 @@ from lightning_sm.submit import command
 
 @pytest.fixture
 def job_file(tmp_path):
-    """A small job file."""
+    """Write a small job file."""
     path = tmp_path / "job.yaml"
     path.write_text("image: x\ngroups:\n  trainer: {instance_type: ml.g5.xlarge}\n")
     return str(path)
@@ -34,7 +34,7 @@ def job_file(tmp_path):
     ],
 )
 def test_a_wrong_command_line_says_what_is_right(job_file, capsys, options, words):
-    """With the usage, and exit code 2."""
+    """A wrong option exits with code 2, and the error suggests the right one below the usage."""
     with pytest.raises(SystemExit) as ended:
         command.main([job_file, *options], write_report=write_report)
     assert ended.value.code == 2
@@ -44,14 +44,14 @@ def test_a_wrong_command_line_says_what_is_right(job_file, capsys, options, word
 
 
 def test_a_job_file_is_needed(capsys):
-    """Unless options describe a job."""
+    """A job file is required unless options describe a job."""
     with pytest.raises(SystemExit):
         command.main(["--dry-run"], write_report=write_report)
     assert "no job file is given" in capsys.readouterr().err
 
 
 def test_mistakes_of_a_file_are_reported_before_a_missing_region(job_file, monkeypatch):
-    """The reader needs neither region nor credentials."""
+    """The job file is checked first, which requires neither a region nor credentials."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)

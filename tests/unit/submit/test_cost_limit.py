@@ -1,4 +1,4 @@
-"""The most that a job can cost."""
+"""The maximum cost of a job."""
 
 import io
 import sys
@@ -12,19 +12,19 @@ from lightning_sm.submit.job_file import Spot, Tune
 from lightning_sm.submit.preflight import check
 from tests.unit.submit.test_request import JOB
 
-# Two GPU hosts and a CPU host for two hours.
+# Two GPU hosts and one CPU host for two hours.
 JOB = replace(JOB, prices={"ml.g5.xlarge": 1.5, "data": 0.5, "ml.c5.xlarge": 0.6}, max_run_s=7200)
 
 
 def shown_cost(job):
-    """What is said of a job before the question, which nobody can be asked here."""
+    """Return the first line of the error that replaces the question, since there is no terminal to ask on."""
     with pytest.raises(SubmitError) as caught:
         confirm_cost(job)
     return str(caught.value).split("\n")[0]
 
 
 def test_all_hosts_are_paid_until_the_time_limit():
-    """A group's own price comes before that of its type; the sentence has what the amount follows from."""
+    """A group's price overrides that of its instance type, and the sentence shows the calculation."""
     assert shown_cost(JOB) == (
         "The job can cost $7.00 (2 x ml.g5.xlarge at $1.50 + 1 x ml.c5.xlarge at $0.50 an hour, for 2 h; without "
         "storage and transfer)."
@@ -39,17 +39,17 @@ def test_all_hosts_are_paid_until_the_time_limit():
     ],
 )
 def test_what_makes_a_job_dearer_counts(changes, amount):
-    """Hosts that are kept, and each job of a tuning job."""
+    """Keeping hosts alive and running the jobs of a tuning job raise the cost."""
     assert f"can cost {amount} (" in shown_cost(replace(JOB, **changes))
 
 
 def test_spot_capacity_is_said_to_be_cheaper():
-    """The amount is that without interruption and at the prices on demand."""
+    """The amount assumes on-demand prices and no spot discount."""
     assert shown_cost(replace(JOB, spot=Spot(7200))).endswith("; without spot discount, storage and transfer).")
 
 
 def test_a_job_that_can_cost_more_is_refused():
-    """With both amounts, in the cloud only; one that costs as much is accepted."""
+    """A cloud job over the limit is a problem that names both amounts; a job at the limit is accepted."""
     (problem,) = cost_problems(replace(JOB, max_cost=6.99))
     assert problem.key == "max_cost"
     assert "max_cost is 6.99, but the job can cost $7.00 (" in problem.text
@@ -60,7 +60,7 @@ def test_a_job_that_can_cost_more_is_refused():
 
 
 def test_a_limit_needs_all_prices_and_the_number_of_jobs():
-    """A price that is not known could exceed any limit."""
+    """A cost limit is a problem unless all prices and the number of jobs are known."""
     (problem,) = cost_problems(replace(JOB, prices={"data": 0.5}, max_cost=100.0))
     assert "there is no price for ml.g5.xlarge" in problem.text
     assert "is unknown: there is no price for ml.g5.xlarge" in shown_cost(replace(JOB, prices={"data": 0.5}))
@@ -73,7 +73,7 @@ def test_a_limit_needs_all_prices_and_the_number_of_jobs():
 
 
 class Interrupted(io.StringIO):
-    """A terminal at which Ctrl-C is pressed in place of an answer."""
+    """A terminal at which the user presses Ctrl-C instead of answering."""
 
     def isatty(self):
         return True
@@ -84,7 +84,7 @@ class Interrupted(io.StringIO):
 
 
 def test_who_interrupts_the_question_learns_that_nothing_was_sent(monkeypatch, capsys):
-    """Below the ^C that the terminal has written."""
+    """Ctrl-C at the question prints that nothing was sent, below the ^C that the terminal shows."""
     monkeypatch.setattr(sys, "stdin", Interrupted())
     with pytest.raises(KeyboardInterrupt):
         confirm_cost(JOB)

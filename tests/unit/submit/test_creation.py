@@ -1,4 +1,4 @@
-"""The creation of a job, once."""
+"""Creating a job exactly once."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from lightning_sm.submit.submit import create_job
 
 
 def creator(operation, outcome):
-    """Clients of which one operation raises something."""
+    """Return clients with one operation that raises the given exception."""
 
     def answer(**_):
         raise outcome
@@ -25,7 +25,7 @@ CREATE = [
 
 @pytest.mark.parametrize(("operation", "request_"), CREATE)
 def test_refusals_are_raised_at_once(operation, request_, caplog):
-    """For the caller, who knows which may pass."""
+    """Refusals reach the caller, which decides whether to retry."""
     error = ClientError({"Error": {"Code": "ResourceLimitExceeded"}}, "Create")
     with pytest.raises(ClientError, match="ResourceLimitExceeded"):
         create_job(creator(operation, error), request_)
@@ -35,7 +35,7 @@ def test_refusals_are_raised_at_once(operation, request_, caplog):
 @pytest.mark.parametrize(("operation", "request_"), CREATE)
 @pytest.mark.parametrize("error", [ReadTimeoutError(endpoint_url="https://x"), KeyboardInterrupt()])
 def test_without_an_answer_the_job_may_exist(operation, request_, caplog, error):
-    """Which is said, with what ends it: a job that nobody knows of is billed all the same."""
+    """Without an answer the job may exist and be billed, so a warning names it and the command that stops it."""
     with pytest.raises(type(error)):
         create_job(creator(operation, error), request_)
     assert "job job-1 may run, and be billed" in caplog.text

@@ -1,4 +1,4 @@
-"""The first job file that lightning-sm init writes."""
+"""The first job file, written by ``lightning-sm init``."""
 
 import os
 import re
@@ -17,14 +17,14 @@ FILLED = {"account": "111122223333", "region": "us-east-1", "role": "training", 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder, which is the current one; no region is configured."""
+    """Change to an empty folder, without a configured region."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
     return tmp_path
 
 
 def put(folder, **files):
-    """Write files, whose names have __ for a slash."""
+    """Write Python files; __ in a name stands for a slash."""
     for name, text in files.items():
         path = folder / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,13 +32,13 @@ def put(folder, **files):
 
 
 def filled(text):
-    """A job file with values in the place of what it leaves open outside of its comments."""
+    """Return a job file without comments and with its placeholders filled in."""
     code = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
     return re.sub(r"<(\w+)>", lambda found: FILLED[found[1]], code)
 
 
 def test_a_dry_run_accepts_it_once_it_is_filled_in(folder, monkeypatch, caplog):
-    """The checks of the request have nothing to say, not even a warning; those of the account need credentials."""
+    """The request of a filled-in file has no problems; the only warning is that the account was not checked."""
     put(folder, src__digits=PARSER)
     assert main(["init", "src/digits.py"]) == 0
     (folder / "job.yaml").write_text(filled((folder / "job.yaml").read_text()))
@@ -53,7 +53,7 @@ def test_a_dry_run_accepts_it_once_it_is_filled_in(folder, monkeypatch, caplog):
 
 
 def test_every_comment_that_is_a_key_is_right(folder):
-    """Without its sign, what is commented out is a job file that the checks accept."""
+    """Each commented-out key, once uncommented, passes the checks."""
     put(folder, train="LightningCLI")
     main(["init", "train.py"])
     text = (folder / "job.yaml").read_text()
@@ -65,7 +65,7 @@ def test_every_comment_that_is_a_key_is_right(folder):
 
 
 def test_what_is_left_open_is_a_problem(folder):
-    """Nothing is sent with an account or a bucket that nobody has filled in."""
+    """Unfilled placeholders for the account or the bucket are problems, so that nothing is sent."""
     put(folder, train=PARSER)
     main(["init", "train.py"])
     keys = {problem.key for problem in check(read_job("job.yaml"), "cloud", "us-east-1").problems}
@@ -73,7 +73,7 @@ def test_what_is_left_open_is_a_problem(folder):
 
 
 def test_an_existing_file_is_not_replaced(folder, caplog):
-    """Whatever it contains; another name can be given."""
+    """An existing file is kept, whatever its content; -o chooses another name."""
     put(folder, train=PARSER)
     (folder / "job.yaml").write_text("mine")
     assert main(["init", "train.py"]) == 2
@@ -99,7 +99,7 @@ def test_an_existing_file_is_not_replaced(folder, caplog):
     ],
 )
 def test_every_path_is_written_as_text(folder, place, name):
-    """It is the same when it is read, and the name of the job is one that the service allows."""
+    """Each path is read back unchanged, and the job's name is one that the service allows."""
     script = folder / place
     script.parent.mkdir(parents=True)
     script.write_text(PARSER)
@@ -110,14 +110,14 @@ def test_every_path_is_written_as_text(folder, place, name):
 
 
 def test_a_script_that_does_not_exist_is_an_error(folder, caplog):
-    """Nothing is written."""
+    """A missing script is an error, and no file is written."""
     assert main(["init", "gone.py"]) == 2
     assert "There is no file gone.py" in caplog.text
     assert list(folder.iterdir()) == []
 
 
 def test_a_name_that_is_no_text_leaves_no_file(folder, caplog):
-    """Files may be called anything; a job file is text."""
+    """A script whose name is not valid text is an error, because a job file is text."""
     os.close(os.open(b"train\xff.py", os.O_CREAT | os.O_WRONLY))
     assert main(["init", os.fsdecode(b"train\xff.py")]) == 2
     assert "is not text. Rename that file." in caplog.text
@@ -125,7 +125,7 @@ def test_a_name_that_is_no_text_leaves_no_file(folder, caplog):
 
 
 def test_the_region_of_this_machine_is_filled_in(folder, monkeypatch):
-    """If it is known."""
+    """The configured region replaces its placeholder."""
     put(folder, train=PARSER)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
     main(["init", "train.py"])

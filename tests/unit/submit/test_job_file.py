@@ -16,13 +16,13 @@ SMALL = "image: x\ngroups:\n  trainer: {instance_type: ml.g5.xlarge, count: 2}\n
 
 
 def read_job(path, words=()):
-    """The job of a file, with options."""
+    """Return the job described by a file and options."""
     return read(path, parse_overrides(words, Job)[0])
 
 
 @pytest.fixture
 def job_file(tmp_path):
-    """Writes a job file, and returns its path."""
+    """Return a function that writes a job file and returns its path."""
 
     def write(text):
         path = tmp_path / "job.yaml"
@@ -33,14 +33,14 @@ def job_file(tmp_path):
 
 
 def test_a_small_file_is_enough(job_file):
-    """Image and groups are all that a job needs; everything else has a default."""
+    """Image and groups are the only required keys."""
     job = read_job(job_file(SMALL))
     assert job == Job(image="x", groups={"trainer": Group("ml.g5.xlarge", 2)})
     assert (job.name, job.max_run_s, job.volume_gb, job.retries.max_tries) == ("lightning", 86400, 30, 5)
 
 
 def test_options_win_over_the_file_and_leave_the_rest(job_file):
-    """One value in a group, a channel or a section is changed without naming the others."""
+    """Options change single values in a group, a channel or a section."""
     text = SMALL + "channels:\n  training: {uri: s3://bucket/a, groups: [trainer]}\nspot: {max_wait_s: 5}\n"
     job = read_job(
         job_file(text),
@@ -69,7 +69,7 @@ def test_options_win_over_the_file_and_leave_the_rest(job_file):
 )
 @pytest.mark.parametrize("is_one_word", [True, False])
 def test_hyperparameters_of_options_win_one_by_one(job_file, stated, options, expected, is_one_word):
-    """Dots are part of their names, values have types, and what is not named stays."""
+    """Options replace single hyperparameters: dots belong to their names, and their values are typed."""
     pairs = [f"--hyperparameters.{option}".split("=", 1) for option in options]
     words = ["=".join(pair) for pair in pairs] if is_one_word else [word for pair in pairs for word in pair]
     job = read_job(job_file(SMALL + f"hyperparameters: {stated}\n"), words)
@@ -78,7 +78,7 @@ def test_hyperparameters_of_options_win_one_by_one(job_file, stated, options, ex
 
 @pytest.mark.parametrize("key", ["channels", "hyperparameters", "environment", "metrics", "retries", "tags", "name"])
 def test_a_key_without_a_value_is_as_good_as_none(job_file, key):
-    """As where all lines below it are comments."""
+    """A key without a value counts as missing, such as one above commented-out lines."""
     assert read_job(job_file(SMALL + f"{key}:\n  # nothing\n")) == read_job(job_file(SMALL))
 
 
@@ -109,7 +109,7 @@ def test_what_is_wrong_is_named(job_file, text, words):
 
 @pytest.mark.parametrize("text", ["environment: {DB_PASSWORD: 314159}", "environment: {A: {DB_PASSWORD: '314159'}}"])
 def test_a_wrong_value_that_may_be_a_secret_is_not_quoted(job_file, text):
-    """Of environment, the error names the key and the type, not the value."""
+    """For environment, the error names the key and the type but not the value."""
     with pytest.raises(SubmitError, match="environment") as caught:
         read_job(job_file(SMALL + text))
     assert "expected text" in str(caught.value)
@@ -117,13 +117,13 @@ def test_a_wrong_value_that_may_be_a_secret_is_not_quoted(job_file, text):
 
 
 def test_an_option_without_its_value_is_named(job_file):
-    """A hyperparameter at the end of the command."""
+    """A trailing hyperparameter without a value is an error that names it."""
     with pytest.raises(SubmitError, match=r"--hyperparameters\.a\.b: expected a value"):
         read_job(job_file(SMALL), ["--hyperparameters.a.b"])
 
 
 def test_members_of_the_request_are_changed_one_by_one(job_file):
-    """Their names have no dots, so an option reaches as deep as it says."""
+    """Members of ``request`` have no dots in their names, so an option can address any depth."""
     text = SMALL + "request: {VpcConfig: {Subnets: [a], SecurityGroupIds: [b]}, RemoteDebugConfig: {}}\n"
     options = ["--request.VpcConfig.Subnets=[c]", "--request.StoppingCondition.MaxPendingTimeInSeconds=7200"]
     assert read_job(job_file(text), options).request == {
@@ -134,7 +134,7 @@ def test_members_of_the_request_are_changed_one_by_one(job_file):
 
 
 def test_null_removes_what_the_file_says(job_file):
-    """A key, an entry or a member; only to hyperparameters it is a value."""
+    """Null removes a key, an entry or a member; only for hyperparameters, it is a value."""
     text = (
         SMALL
         + "environment: {A: a, B: b}\nrequest: {VpcConfig: {}, A: b}\nhyperparameters: {a: 1}\nspot: {max_wait_s: 5}\n"
@@ -145,7 +145,7 @@ def test_null_removes_what_the_file_says(job_file):
 
 
 def test_relative_paths_start_from_the_file(job_file, tmp_path, monkeypatch):
-    """Wherever the command is started; absolute paths stay."""
+    """Relative paths start from the job file's folder, not from the working directory; absolute paths are kept."""
     monkeypatch.chdir("/")
     job = read_job(job_file(SMALL + "config: a/b.yaml\nsource_dir: src\n"))
     assert (job.config, job.source_dir) == (str(tmp_path / "a" / "b.yaml"), str(tmp_path / "src"))
@@ -153,7 +153,7 @@ def test_relative_paths_start_from_the_file(job_file, tmp_path, monkeypatch):
 
 
 def test_ranges_of_a_tuning_job_keep_their_numbers(job_file):
-    """Whole numbers stay whole, as only they make a range of whole numbers; values of a list keep their types."""
+    """Whole numbers stay integers, since these make an integer range; listed values keep their types."""
     ranges = "{a: {min: 1, max: 3}, b: {min: 1.0, max: 3}, c: {min: 1e-4, max: 0.1}, d: {values: [x, 1, 1.5, null]}}"
     job = read_job(job_file(SMALL + f"tune: {{objective: val_acc, direction: maximize, ranges: {ranges}}}\n"))
     assert job.tune == Tune(
@@ -170,14 +170,14 @@ def test_ranges_of_a_tuning_job_keep_their_numbers(job_file):
 
 
 def test_the_example_can_be_read():
-    """app/job.yaml is a job file, whose config file exists."""
+    """The job file in app/ can be read, and its config file exists."""
     job = read_job(ROOT / "app" / "job.yaml")
     assert set(job.groups) == {"trainer", "data"}
     assert Path(job.config).is_file()
 
 
 def test_examples_of_keys_are_valid():
-    """What messages and the reference show as an example of a key is read without a problem."""
+    """The example for each key, used in messages and in the reference, can be read."""
     for path in all_keys(Job):
         top = keys_of(Job)[path.parts[0]]
         for field in (top, path.field):

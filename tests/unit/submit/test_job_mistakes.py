@@ -1,4 +1,4 @@
-"""Mistakes in job files: each is found with its line, what is expected, and what is near."""
+"""Mistakes in job files: each is reported with its line, the expected value and the nearest key."""
 
 import math
 import re
@@ -39,7 +39,7 @@ metrics: [val_acc]
 max_run_s: 3600
 spot: {max_wait_s: 7200}
 """
-# Of jsonargparse, Python and PyYAML; nobody who writes a job file knows them.
+# Terms of jsonargparse, Python and PyYAML, which a job file's author does not know.
 FOREIGN = re.compile(
     r"Traceback|jsonargparse|argparse|NoneType|<class|Namespace|Subclass|class path|Parser key|dataclass|"
     r"\bdict\b|\bstr\b|\bint\b|\bbool\b|\bfloat\b|Optional\[|Union\[|object at 0x|Error\(|unicode string|"
@@ -48,7 +48,7 @@ FOREIGN = re.compile(
 
 
 def problems_of(text, folder, options=()):
-    """The lines that a dry run would report of a job file, without the path of its folder."""
+    """Return the problems that a dry run reports for a job file, without its folder's path."""
     path = folder / "job.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     try:
@@ -61,11 +61,11 @@ def problems_of(text, folder, options=()):
 
 
 def test_the_good_file_has_no_problem(tmp_path):
-    """So each mistake below is found for what it is."""
+    """A valid file has no problems, so each mistake below is the only one."""
     assert problems_of(GOOD, tmp_path) == []
 
 
-# What is replaced, by what; the line of the only problem; what the message has to say.
+# Columns: text to replace, its replacement, line of the only problem, and parts of the message.
 MISTAKES = [
     # YAML
     (GOOD, "", None, ["job.yaml: the file is empty"]),
@@ -288,7 +288,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("old", "new", "line", "words"), MISTAKES)
 def test_a_mistake_is_found_with_its_line(tmp_path, old, new, line, words):
-    """All problems have the line of the mistake, or none if it is about what is not there; none is a consequence."""
+    """The message is the only one and has the mistake's line, unless the mistake is missing text."""
     assert old in GOOD
     found = problems_of(GOOD.replace(old, new, 1), tmp_path)
     shown = "\n".join(found)
@@ -302,7 +302,7 @@ def test_a_mistake_is_found_with_its_line(tmp_path, old, new, line, words):
 
 
 def test_all_mistakes_of_a_kind_are_reported_at_once(tmp_path):
-    """Those of keys and values; once there are none, those of the rules; both in the order of the file."""
+    """All mistakes in keys and values are reported, in the file's order; once there are none, all broken rules."""
     text = (
         GOOD.replace("name: digits", "nam: digits")
         .replace("count: 2", "count: two")
@@ -315,7 +315,7 @@ def test_all_mistakes_of_a_kind_are_reported_at_once(tmp_path):
 
 
 def test_a_table_in_a_message_is_indented(tmp_path):
-    """So that each problem begins a line, as compilers do it."""
+    """Tables in messages are indented, so that each problem begins a line, as in compilers' output."""
     text = GOOD.replace("  trainer:", "  data2:")
     first, *table = problems_of(text, tmp_path)
     assert first.startswith("job.yaml:4: groups: ")
@@ -324,7 +324,7 @@ def test_a_table_in_a_message_is_indented(tmp_path):
 
 
 def test_a_value_that_cannot_be_read_has_no_consequences(tmp_path):
-    """No rule is applied: to the groups of a channel, the time of spot capacity."""
+    """A value that cannot be read, such as a group or a time limit, causes no further problems."""
     for old, new, line in (
         ("    instance_type: ml.g5.xlarge", "    instance_type: 5", 6),
         ("max_run_s: 3600", "max_run_s: soon", 20),
@@ -364,7 +364,7 @@ def test_a_value_that_cannot_be_read_has_no_consequences(tmp_path):
     ],
 )
 def test_a_mistake_in_an_option_is_found_with_the_option(tmp_path, options, words):
-    """As in a file, with the option in place of the line."""
+    """The message names the option instead of a line."""
     (problem,) = problems_of(GOOD, tmp_path, options)
     assert problem.startswith(f"{options[0].partition('=')[0]}: ")
     assert words in problem
@@ -374,7 +374,7 @@ def test_a_mistake_in_an_option_is_found_with_the_option(tmp_path, options, word
 
 @pytest.mark.parametrize("mode", ["local", "cloud"])
 def test_secrets_that_stay_here_or_are_none_are_allowed(tmp_path, mode):
-    """In local mode, and where not_secret names them."""
+    """Secrets are allowed in local mode, and if not_secret names them."""
     secrets = GOOD.replace("NCCL_DEBUG: INFO", "HF_TOKEN: a").replace("data.batch_size: 64", "hub: {api_key: a}")
     path = tmp_path / "job.yaml"
     path.write_text(secrets + "not_secret: [HF_TOKEN, hub.api_key]\n" if mode == "cloud" else secrets)
@@ -382,21 +382,21 @@ def test_secrets_that_stay_here_or_are_none_are_allowed(tmp_path, mode):
 
 
 def test_what_equals_nothing_is_no_secret():
-    """Not even itself."""
+    """NaN, which does not equal itself, is not taken for a secret."""
     values = {"a": math.nan, "b": {"c": [math.nan]}}
     problems = check(Job("x", {"trainer": Group("ml.g5.xlarge")}, hyperparameters=values), "cloud").problems
     assert [one.key for one in problems if "secret" in one.text] == []
 
 
 def test_secrets_of_the_config_file_are_found(tmp_path):
-    """At the key that names the file."""
+    """A secret in the config file is reported at the key that names the file."""
     (tmp_path / "a.yaml").write_text("trainer: {logger: {init_args: {api_key: hunter2}}}")
     (problem,) = problems_of(GOOD.replace("name: digits", "config: a.yaml"), tmp_path)
     assert problem.startswith("job.yaml:3: config.trainer.logger.init_args.api_key looks like a secret")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    """It does not exist, is a folder, or holds something else than text."""
+    """A missing file, a folder and a file that is not text are errors that name the path."""
     with pytest.raises(SubmitError, match=r"nofile\.yaml: the file cannot be read: No such file"):
         read_job(tmp_path / "nofile.yaml")
     with pytest.raises(SubmitError, match="cannot be read: Is a directory"):
@@ -445,7 +445,7 @@ MUTATIONS = {
 )
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_change_of_a_file_leaves_a_job_or_messages(tmp_path, text, changes):
-    """Never an exception of another kind, and never a word of the parser's or of Python's."""
+    """Any change results in a job or in messages without terms from the parser or Python."""
     lines = text.splitlines()
     for kind, at, new in changes:
         lines = MUTATIONS[kind](lines, at % len(lines), new) if lines else lines
@@ -468,12 +468,12 @@ TREES = st.recursive(
 @given(st.dictionaries(st.sampled_from([*Job.__dataclass_fields__, "nonsense"]), TREES, max_size=6))
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_values_of_keys_leave_a_job_or_messages(tmp_path, tree):
-    """Whatever the types of their values are."""
+    """Values of any type result in a job or in messages."""
     assert_job_or_messages(yaml.safe_dump({**yaml.safe_load(GOOD), **tree}), tmp_path)
 
 
 def assert_job_or_messages(text, folder):
-    """A job whose values have the types of their keys, or problems in the words of job files."""
+    """Check that the text describes a well-typed job, or that its problems use the terms of job files."""
     found = problems_of(text, folder)
     assert all(re.match(r"job\.yaml(:\d+)?: \S|    ", one) for one in found), found
     assert not FOREIGN.search("\n".join(found)), found
@@ -485,7 +485,7 @@ def assert_job_or_messages(text, folder):
 
 
 def test_the_page_shows_what_is_said(tmp_path):
-    """The example in docs/submit.md has the messages of a file with these mistakes."""
+    """docs/submit.md shows the messages for a file with these mistakes."""
     text = (
         "image: 111122223333.dkr.ecr.eu-west-1.amazonaws.com/lightning-sm:latest\n"
         "role: arn:aws:iam::111122223333:role/training\n"

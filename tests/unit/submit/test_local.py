@@ -1,4 +1,4 @@
-"""A job file as an emulated cluster of containers."""
+"""Running a job file on an emulated cluster of containers."""
 
 from dataclasses import replace
 
@@ -10,12 +10,12 @@ from tests.unit.submit.test_request import JOB
 
 
 def spec_of(job):
-    """The cluster of a job."""
+    """Return the specification of a job's cluster."""
     return local.cluster_spec(prepared(job))
 
 
 def test_groups_channels_and_variables_are_those_of_the_job(tmp_path):
-    """Channels keep their groups; an address may have spaces; the job states no number of processes."""
+    """Channels keep their groups, addresses may have spaces, and the number of processes is not set."""
     (tmp_path / "my data").mkdir()
     channels = {"a": InputChannel((tmp_path / "my data").as_uri(), ["data"]), "b": InputChannel(tmp_path.as_uri())}
     job = replace(JOB, channels=channels, environment={"A": "1"}, hyperparameters={"x": 1}, checkpoints="s3://b/c")
@@ -28,13 +28,13 @@ def test_groups_channels_and_variables_are_those_of_the_job(tmp_path):
 
 
 def test_own_code_is_where_the_containers_have_it(tmp_path):
-    """The hyperparameters name the script and its folder, as SDK v2 does with local_code."""
+    """The hyperparameters name the script and the code's folder in the container, as SDK v2 does with local_code."""
     spec = spec_of(replace(JOB, source_dir=str(tmp_path), script="go.py"))
     assert spec.hyperparameters == {"sagemaker_program": "go.py", "sagemaker_submit_directory": "/opt/ml/code"}
 
 
 def test_what_has_no_effect_is_named():
-    """With a warning for each thing that the script might miss."""
+    """Each key that has no effect locally causes a warning."""
     job = replace(
         JOB,
         spot=Spot(9),

@@ -1,4 +1,4 @@
-"""The rules between the keys of a job file."""
+"""Checks across the keys of a job file."""
 
 import os
 from dataclasses import replace
@@ -24,7 +24,7 @@ JOB = Job(
 
 
 def test_a_good_job_has_neither_problems_nor_warnings():
-    """Whatever is to be done with it."""
+    """A valid job passes the checks for both modes."""
     assert check(JOB, "cloud", "us-east-1") == Findings()
     assert check(replace(JOB, channels={}), "local") == Findings()
 
@@ -34,7 +34,7 @@ def test_a_good_job_has_neither_problems_nor_warnings():
     [("ecr-fips.us-east-1.amazonaws.com", "us-east-1"), ("ecr.cn-north-1.amazonaws.com.cn", "cn-north-1")],
 )
 def test_registries_of_every_partition_are_known(registry, region):
-    """Those with FIPS endpoints, and those in China, have other names."""
+    """Registries with FIPS endpoints and those in China are recognised by their different names."""
     job = replace(JOB, image=f"111122223333.dkr.{registry}/lightning-sm:latest")
     assert check(job, "cloud", region) == Findings()
     (problem,) = check(job, "cloud", "eu-west-1").problems
@@ -95,7 +95,7 @@ def test_registries_of_every_partition_are_known(registry, region):
     ],
 )
 def test_every_contradiction_is_a_problem(changes, words):
-    """One problem, which names the keys and the values; and it keeps the job from being sent."""
+    """Each contradiction is one problem that names the keys and the values, and prevents submission."""
     findings = check(replace(JOB, **changes), "cloud", "us-east-1")
     (problem,) = findings.problems
     for word in words:
@@ -117,7 +117,7 @@ def test_every_contradiction_is_a_problem(changes, words):
     ],
 )
 def test_what_is_rarely_meant_is_a_warning(changes, region, words):
-    """It is said, and the job can be sent."""
+    """An unusual setting causes a warning, but the job can be submitted."""
     findings = check(replace(JOB, **changes), "cloud", region)
     (warning,) = findings.warnings
     assert all(word in warning for word in words)
@@ -125,7 +125,7 @@ def test_what_is_rarely_meant_is_a_warning(changes, region, words):
 
 
 def test_code_cannot_be_fetched_without_a_network(tmp_path):
-    """With network isolation it must be in the image."""
+    """With network isolation, hosts cannot fetch the code, so it must be in the image."""
     (tmp_path / "train.py").touch()
     job = replace(JOB, source_dir=str(tmp_path), script="train.py")
     assert check(job, "cloud").problems == []
@@ -134,7 +134,7 @@ def test_code_cannot_be_fetched_without_a_network(tmp_path):
 
 
 def test_what_is_not_meant_to_be_uploaded_is_a_warning(tmp_path):
-    """Secrets and repositories beside the code."""
+    """Secrets, repositories and virtual environments beside the code each cause a warning."""
     (tmp_path / "train.py").touch()
     (tmp_path / ".env").touch()
     for folder in (".aws", ".git", ".venv", "venv"):
@@ -149,7 +149,7 @@ def test_what_is_not_meant_to_be_uploaded_is_a_warning(tmp_path):
 
 @pytest.mark.parametrize("mode", ["cloud", "local"])
 def test_what_cannot_be_copied_is_a_problem(tmp_path, mode):
-    """Links to nothing, as editors leave them, to themselves and to a folder around them, and a pipe."""
+    """Broken links, as editors create them, links to themselves or a parent folder, and pipes are problems."""
     (tmp_path / "train.py").touch()
     (tmp_path / "same.py").symlink_to("train.py")
     job = replace(JOB, source_dir=str(tmp_path), script="train.py", channels={})
@@ -168,7 +168,7 @@ def test_what_cannot_be_copied_is_a_problem(tmp_path, mode):
 
 
 def test_local_mode_needs_neither_role_nor_registry(tmp_path):
-    """But folders that exist."""
+    """Local mode requires neither a role nor a registry, but channels must be existing folders."""
     channels = {"a": InputChannel(tmp_path.as_uri())}
     local = replace(JOB, image="x", role=None, output=None, channels=channels)
     assert check(local, "local") == Findings()
@@ -178,7 +178,7 @@ def test_local_mode_needs_neither_role_nor_registry(tmp_path):
 
 
 def test_all_problems_are_said_at_once():
-    """In one error, a line for each."""
+    """One error lists all problems, one per line."""
     findings = check(replace(JOB, role=None, image="x", name="_", output="x"), "cloud")
     with pytest.raises(SubmitError) as caught:
         findings.report()

@@ -1,4 +1,4 @@
-"""Prices from AWS's price list."""
+"""Prices from the AWS price list."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tests.fakes.aws import stubbed_clients
 from tests.unit.submit.test_cost_limit import shown_cost
 from tests.unit.submit.test_request import JOB
 
-# Two GPU hosts and a CPU host for two hours.
+# Two GPU hosts and one CPU host for two hours.
 JOB = replace(JOB, prices={"ml.c5.xlarge": 0.6}, max_run_s=7200, max_cost=100.0)
 
 
 @pytest.fixture
 def clients():
-    """Clients with prepared answers."""
+    """Return clients with prepared answers."""
     with stubbed_clients() as made:
         yield made
 
 
 def product(usage, price="1.408", unit="Hrs", currency="USD", term="OnDemand"):
-    """A product of the list."""
+    """Return a product of the price list."""
     dimensions = {"X.Y.Z": {"unit": unit, "pricePerUnit": {currency: price}}}
     attributes = {"usagetype": usage, "instanceName": "ml.g5.xlarge", "regionCode": "us-east-1"}
     return json.dumps(
@@ -35,7 +35,7 @@ def product(usage, price="1.408", unit="Hrs", currency="USD", term="OnDemand"):
 
 
 def test_the_price_of_a_training_host_on_demand_is_found(clients, caplog):
-    """Among those of notebooks, endpoints, other sizes and other terms, on any page; the file's own prices stay."""
+    """The price is found on any page, among those for other uses, sizes and terms; prices in the file are kept."""
     others = [
         *map(product, ("USE1-Host:ml.g5.xlarge", "USE1-Train:ml.g5.xlarge.more", "USE1-SpotTrain:ml.g5.xlarge")),
         product("USE1-Train:ml.g5.xlarge", "9", term="Reserved"),
@@ -60,7 +60,7 @@ def test_the_price_of_a_training_host_on_demand_is_found(clients, caplog):
 
 
 def test_without_a_list_the_cost_stays_unknown(clients, caplog):
-    """Because it may not be read, or has no such instance."""
+    """The cost stays unknown if the price list cannot be read or lacks the instance type."""
     clients.refuses("pricing", "get_products", "AccessDeniedException")
     with caplog.at_level(logging.INFO):
         assert with_list_prices(clients, JOB, "eu-west-1") is JOB
@@ -72,6 +72,6 @@ def test_without_a_list_the_cost_stays_unknown(clients, caplog):
 
 
 def test_nothing_is_asked_where_the_file_has_all_prices(clients):
-    """A stub that is not prepared would refuse the question."""
+    """If the file has all prices, the list is not requested; the unprepared stub would raise an error."""
     complete = replace(JOB, prices={"ml.g5.xlarge": 1.5, "ml.c5.xlarge": 0.6})
     assert with_list_prices(clients, complete, "eu-west-1") is complete

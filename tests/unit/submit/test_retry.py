@@ -1,4 +1,4 @@
-"""Submitting again for lack of capacity."""
+"""Retrying a submission when capacity is lacking."""
 
 import itertools
 
@@ -18,12 +18,12 @@ RETRIES = Retries(max_tries=3, first_pause_s=10, max_pause_s=15)
 
 
 def refusal(code, message="said the service"):
-    """An answer of the service other than a job."""
+    """Return a refusal by the service."""
     return ClientError({"Error": {"Code": code, "Message": message}}, "CreateTrainingJob")
 
 
 def over_quota(quota, wanted):
-    """What the service says when the account would have more hosts than it may."""
+    """Return the service's refusal of hosts beyond the account's quota."""
     text = (
         f"The account-level service limit 'ml.g5.xlarge for training job usage' is {quota} Instances, with current "
         f"utilization of {quota} Instances and a request delta of {wanted} Instances. Please use AWS Service Quotas."
@@ -32,7 +32,7 @@ def over_quota(quota, wanted):
 
 
 class Service:
-    """Accepts jobs, or refuses them, and ends them as told."""
+    """A service that accepts, refuses and ends jobs as the given story says."""
 
     def __init__(self, *story):
         self.story = list(story)
@@ -40,14 +40,14 @@ class Service:
         self.pauses = []
 
     def submit(self):
-        """Accept a job, unless the story says that it is refused."""
+        """Accept a job, or raise the story's next refusal."""
         self.names.append(f"job-{len(self.names)}")
         if isinstance(self.story[0], ClientError):
             raise self.story.pop(0)
         return self.names[-1]
 
     def watch(self, name):
-        """End the job."""
+        """Return the end of the job from the story."""
         assert name == self.names[-1]
         return self.story.pop(0)
 
@@ -61,7 +61,7 @@ class Service:
     [NO_CAPACITY, *map(refusal, ["ResourceLimitExceeded", "ThrottlingException", "InsufficientCapacity"])],
 )
 def test_lack_of_capacity_is_tried_again_under_a_new_name(obstacle, caplog):
-    """Whether the service says so at submission or as the reason of the job."""
+    """A lack of capacity causes a retry, whether it is reported at submission or as the job's failure."""
     service = Service(obstacle, obstacle, DONE)
     with caplog.at_level("WARNING", "lightning_sm"):
         assert service.run() == DONE
@@ -72,7 +72,7 @@ def test_lack_of_capacity_is_tried_again_under_a_new_name(obstacle, caplog):
 
 
 def test_the_last_try_is_the_last():
-    """Then the reason is handed on, or the refusal is raised."""
+    """After the last try, the job's end is returned or the refusal is raised."""
     assert Service(*[NO_CAPACITY] * 3).run() == NO_CAPACITY
     service = Service(*[refusal("ResourceLimitExceeded")] * 3)
     with pytest.raises(ClientError):
@@ -82,14 +82,14 @@ def test_the_last_try_is_the_last():
 
 @pytest.mark.parametrize("ending", [DONE, BROKEN, {"TrainingJobStatus": "Stopped"}])
 def test_any_other_end_is_the_end(ending):
-    """A job that failed for a reason of its own is not sent again."""
+    """A job that ended for any other reason is not submitted again."""
     service = Service(ending)
     assert service.run() == ending
     assert service.pauses == []
 
 
 def test_any_other_refusal_is_raised_at_once():
-    """A request that is wrong stays wrong."""
+    """Other refusals are raised at once, because a wrong request stays wrong."""
     service = Service(refusal("ValidationException"))
     with pytest.raises(ClientError, match="ValidationException"):
         service.run()
@@ -97,7 +97,7 @@ def test_any_other_refusal_is_raised_at_once():
 
 
 def test_a_quota_that_is_too_small_is_no_lack_of_capacity():
-    """Only a job that fits into the quota can wait for others to end."""
+    """A job is retried only if it fits into the quota, because it can then wait for other jobs to end."""
     service = Service(over_quota(0, 2))
     with pytest.raises(ClientError, match="is 0 Instances"):
         service.run()
@@ -107,13 +107,13 @@ def test_a_quota_that_is_too_small_is_no_lack_of_capacity():
 
 
 def test_without_waiting_the_name_is_all():
-    """Refusals are tried again all the same."""
+    """Without waiting for the job's end, refusals are still retried, and the result is the job's name."""
     service = Service(refusal("ThrottlingException"), None)
     assert service.run(waits=False) == {"TrainingJobName": "job-1"}
 
 
 def test_pauses_double_up_to_the_longest_and_are_drawn():
-    """Within half of it and the whole; no two submitters keep step."""
+    """Pauses are random between half of the maximum and the maximum, so that submitters do not synchronise."""
     retries = Retries(max_tries=9, first_pause_s=4, max_pause_s=20)
     for attempt, longest_s in zip(itertools.count(1), [4, 8, 16, 20, 20], strict=False):
         drawn = {pause_after(attempt, retries) for _ in range(50)}

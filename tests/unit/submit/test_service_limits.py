@@ -1,4 +1,4 @@
-"""The limits of the service's own model, at their edges."""
+"""The limits in the service's API model, tested at their boundaries."""
 
 import copy
 
@@ -32,7 +32,7 @@ REQUEST = {
 
 
 def with_change(path, value):
-    """The request with one value changed; the path has keys and indices."""
+    """Return the request with one value changed; the path has keys and indices."""
     request = copy.deepcopy(REQUEST)
     node = request
     for step in path[:-1]:
@@ -42,7 +42,7 @@ def with_change(path, value):
 
 
 def test_a_good_request_has_no_problems():
-    """Neither here nor for botocore."""
+    """A valid request has no problems."""
     assert service_limits.request_problems(REQUEST) == []
 
 
@@ -78,7 +78,7 @@ def test_a_good_request_has_no_problems():
     ],
 )
 def test_every_limit_has_an_edge(path, good, bad, words):
-    """The last value that is allowed has no problem, the next one has one, which names the place or the key."""
+    """The largest allowed value has no problem; the next value has one, which names the place or the key."""
     if good is not None:
         assert service_limits.request_problems(with_change(path, good)) == []
     problems = service_limits.request_problems(with_change(path, bad))
@@ -99,7 +99,7 @@ def test_every_limit_has_an_edge(path, good, bad, words):
     ],
 )
 def test_lists_have_an_edge(path, entry, maximum):
-    """40 metrics of 500 characters, 20 channels, 5 groups; one more is a problem."""
+    """40 metrics of 500 characters, 20 channels or 5 groups are allowed; one more is a problem."""
     assert service_limits.request_problems(with_change(path, [entry] * maximum)) == []
     (problem,) = service_limits.request_problems(with_change(path, [entry] * (maximum + 1)))
     assert f"{maximum + 1} entries; the service allows {maximum}" in problem.text
@@ -114,7 +114,7 @@ def test_lists_have_an_edge(path, entry, maximum):
     ],
 )
 def test_a_setting_that_an_older_botocore_does_not_know_is_a_problem(path, key, words):
-    """With the key that asks for it, and what to install."""
+    """The problem names the key that requests the setting and the package to upgrade."""
     (problem,) = service_limits.request_problems(with_change(path, True))
     assert problem.key.partition(".")[0] == key
     assert words in problem.text
@@ -122,7 +122,7 @@ def test_a_setting_that_an_older_botocore_does_not_know_is_a_problem(path, key, 
 
 
 def test_all_problems_are_found_at_once():
-    """Types, minima, maxima and patterns."""
+    """Violations of types, minima, maxima and patterns are all reported at once."""
     request = {
         **REQUEST,
         "TrainingJobName": "_",
@@ -134,7 +134,7 @@ def test_all_problems_are_found_at_once():
 
 
 def test_what_botocore_refuses_is_refused():
-    """Types, minima, and what is missing."""
+    """Wrong types, values below minima and missing members are problems, as they are for botocore."""
     wrong = [(["RoleArn"], 1), (["Tags"], "a"), (["HyperParameters"], {"a": 1}), (["InputDataConfig"], [])]
     for path, value in [*wrong, (["StoppingCondition"], None), (["OutputDataConfig"], {})]:
         request = with_change(path, value)
@@ -156,7 +156,7 @@ def _patterns(shape, seen):
 
 
 def test_every_pattern_of_the_model_can_be_read():
-    """They are Java's; a class that Python does not have would otherwise break the check for a good job."""
+    """The model's patterns are Java's; an unsupported character class would break the check of a valid job."""
     patterns = list(_patterns(service_limits._input_shape(), set()))
     assert len(patterns) > 40
     for pattern in patterns:

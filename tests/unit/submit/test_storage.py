@@ -1,4 +1,4 @@
-"""Where output and code of a job are in S3."""
+"""Locations of a job's output and code in S3."""
 
 import os
 import tarfile
@@ -15,13 +15,13 @@ EXPECTED = {"Bucket": BUCKET, "ExpectedBucketOwner": "111122223333"}
 
 
 def job(**keys):
-    """A job of this account."""
+    """Return a job of this account."""
     return Job("x", {"trainer": Group("ml.g5.xlarge")}, "arn:aws:iam::111122223333:role/training", **keys)
 
 
 @pytest.fixture
 def clients():
-    """Clients whose answers the test prepares."""
+    """Return clients whose answers the test prepares."""
     with stubbed_clients() as found:
         yield found
 
@@ -35,17 +35,17 @@ def clients():
     ],
 )
 def test_code_lies_beside_the_output_of_its_job(output, address):
-    """Where SDK v2 has it, so that one rule of a role's policy covers both."""
+    """The code is below the output, as in SDK v2, so that one rule in the role's policy covers both."""
     assert code_address(output_of(job(output=output), "eu-west-1"), "job-1") == address
 
 
 def test_a_bucket_of_the_job_file_is_left_alone(clients):
-    """It is neither looked for nor created: the one who submits may only be allowed to write below a prefix."""
+    """A configured bucket is neither checked nor created, because the user may only have access to a prefix."""
     create_output(clients.s3, job(output="s3://bucket/a"), "eu-west-1")
 
 
 def test_the_default_bucket_is_used_if_it_is_the_accounts_own(clients):
-    """Its name follows from account and region, and somebody else may have taken it."""
+    """The default bucket's name follows from account and region, so another account may already own it."""
     clients.answers("s3", "head_bucket", {}, **EXPECTED)
     create_output(clients.s3, job(), "eu-west-1")
     clients.stubbers["s3"].add_client_error("head_bucket", "403", "Forbidden", 403, expected_params=EXPECTED)
@@ -61,7 +61,7 @@ def test_the_default_bucket_is_used_if_it_is_the_accounts_own(clients):
     ],
 )
 def test_the_default_bucket_is_created(clients, region, arguments):
-    """Where there is none."""
+    """A missing default bucket is created."""
     clients.refuses("s3", "head_bucket", "404", "Not Found")
     clients.answers("s3", "create_bucket", {}, **arguments)
     create_output(clients.s3, job(), region)
@@ -78,7 +78,7 @@ def test_the_default_bucket_is_created(clients, region, arguments):
     ],
 )
 def test_code_is_encrypted_like_the_output(tmp_path, keys, settings):
-    """With the key of the job file, else as the bucket is."""
+    """The code is encrypted with the job file's key, or else by the bucket's default."""
     (tmp_path / "train.py").write_text("print(1)")
     members, sent = uploaded(tmp_path, **keys)
     assert list(members) == ["train.py"]
@@ -86,14 +86,14 @@ def test_code_is_encrypted_like_the_output(tmp_path, keys, settings):
 
 
 def uploaded(folder, **keys):
-    """Upload a folder; return the members of the archive by name, and where it went."""
+    """Upload a folder, and return the archive's members by name and the destination."""
     members, sent = {}, {}
 
     class Client:
-        """boto3's client, of which only the upload is needed."""
+        """A stand-in for boto3's client that supports uploads only."""
 
         def upload_file(self, path, bucket, key, ExtraArgs):  # noqa: N803 - the name is boto3's
-            """Note what is uploaded."""
+            """Record the upload."""
             with tarfile.open(path) as archive:
                 members.update((member.name, member) for member in archive.getmembers())
             sent.update(place=f"s3://{bucket}/{key}", settings=ExtraArgs)
@@ -104,7 +104,7 @@ def uploaded(folder, **keys):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Code in a folder and a folder below it."""
+    """Create a folder with code at two levels."""
     (tmp_path / "src" / "package").mkdir(parents=True)
     (tmp_path / "src" / "package" / "go.py").write_text("print(1)")
     (tmp_path / "src" / "train.py").write_text("print(2)")
@@ -112,7 +112,7 @@ def folder(tmp_path):
 
 
 def test_what_is_below_the_folder_is_at_the_top_of_the_archive(folder):
-    """Modes are kept, as scripts may be executable; who owns the files here is nobody's business."""
+    """The archive keeps file modes, since scripts may be executable, but not the owners."""
     (folder / "run.sh").touch(mode=0o755)
     members, _ = uploaded(folder)
     assert list(members) == ["package", "package/go.py", "run.sh", "train.py"]
@@ -121,7 +121,7 @@ def test_what_is_below_the_folder_is_at_the_top_of_the_archive(folder):
 
 
 def test_links_are_replaced_by_what_they_lead_to(folder, tmp_path):
-    """Files and folders, outside and inside; two links to one file are two files."""
+    """Links to files and folders are replaced by their targets, inside or outside; hard links become two files."""
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / "tool.py").write_text("x = 1")
     (folder / "shared").symlink_to(tmp_path / "shared")
@@ -134,7 +134,7 @@ def test_links_are_replaced_by_what_they_lead_to(folder, tmp_path):
 
 @pytest.mark.parametrize("target", ["nowhere", "odd", "."])
 def test_what_cannot_be_archived_is_an_error(folder, target):
-    """A link that leads nowhere, or in a circle: files that are missing in the archive would be missed on the hosts."""
+    """A broken or circular link is an error, because its target would be missing on the hosts."""
     (folder / "package" / "odd").symlink_to(target)
     with pytest.raises(OSError, match="package/odd"):
         uploaded(folder)

@@ -1,4 +1,4 @@
-"""The arguments of a training job that no SDK compared with (tests/integration/submit/test_sdk_parity.py) has."""
+"""Arguments of a training job that tests/integration/submit/test_sdk_parity.py does not cover."""
 
 import re
 from dataclasses import replace
@@ -12,7 +12,7 @@ from tests.unit.submit.test_preflight import JOB
 
 
 def test_names_differ_and_fit_the_service():
-    """Those of one second, too; the longest name that a job file may give is not cut."""
+    """Names generated within one second differ, and the longest allowed name is not truncated."""
     names = {new_job_name("a") for _ in range(20)}
     assert len(names) > 15
     assert all(re.fullmatch(r"a-\d{4}(-\d\d){5}-[0-9a-f]{3}", name) for name in names)
@@ -34,14 +34,14 @@ REQUESTED = [
 
 @pytest.mark.parametrize("requested", REQUESTED)
 def test_what_no_key_has_is_sent_as_it_is(requested):
-    """By the names of the API."""
+    """Settings without a key are passed through under their API names."""
     request = training_job(replace(JOB, request=requested), "job-1", "s3://bucket")
     assert request.items() >= requested.items()
     assert request_problems(request) == []
 
 
 def test_structures_are_joined_and_lists_are_longer():
-    """With what the keys of the job file say; another value of our own is replaced."""
+    """Mappings are merged with the job file's keys, lists are extended, and other defaults are replaced."""
     access = {"FileSystemId": "fs-01234567", "FileSystemType": "EFS", "DirectoryPath": "/a"}
     shared = {"ChannelName": "shared", "DataSource": {"FileSystemDataSource": {**access, "FileSystemAccessMode": "rw"}}}
     requested = {
@@ -57,7 +57,7 @@ def test_structures_are_joined_and_lists_are_longer():
 
 
 def test_the_service_chooses_among_preferences():
-    """Of a job of one group, whose own instance type it would not accept beside them."""
+    """With preferences, the request has no instance type, because the service does not accept both."""
     requested = {"ResourceConfig": {"InstancePreferences": PREFERENCES[1:]}}
     job = replace(JOB, groups={"a": Group("ml.g5.2xlarge")}, channels={}, request=requested)
     request = training_job(job, "job-1", "s3://bucket")
@@ -93,7 +93,7 @@ def test_the_service_chooses_among_preferences():
     ],
 )
 def test_the_limits_are_those_of_the_service(requested, line):
-    """By botocore's model, at the place in the job file."""
+    """Limits come from botocore's model, and the problem names the place in the job file."""
     job = replace(JOB, groups={"a": Group("ml.g5.xlarge")}, channels={}, request=requested)
     (problem,) = request_problems(training_job(job, "job-1", "s3://bucket"))
     assert problem.text.startswith(line)

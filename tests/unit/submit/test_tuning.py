@@ -1,4 +1,4 @@
-"""Tuning jobs: from ranges in the job file to the service's request, and to the script's arguments."""
+"""Tuning jobs: from ranges in the job file to the request and to the script's arguments."""
 
 import re
 from dataclasses import replace
@@ -23,17 +23,17 @@ TUNE = Tune("val_acc", RANGES, "maximize")
 
 
 def request(tune=TUNE, **changed):
-    """The request of a tuning job named digits, and the warnings."""
+    """Return the request for a tuning job named digits, and the warnings."""
     return tuning_job(tune, "digits", {**REQUEST, **changed})
 
 
 def problems(**changed):
-    """What is wrong with a tuning job."""
+    """Return the problems of a tuning job."""
     return list(tuning_problems(replace(JOB, tune=replace(TUNE, **changed))))
 
 
 def test_the_request_fits_the_api_and_keeps_all_of_the_training_job():
-    """Everything but what tuning jobs have elsewhere; the name has the time."""
+    """The request keeps all settings that tuning jobs do not place elsewhere, and its name has the time."""
     arguments, warnings = request()
     assert request_problems(arguments, "CreateHyperParameterTuningJob") == []
     assert warnings == []
@@ -47,7 +47,7 @@ def test_the_request_fits_the_api_and_keeps_all_of_the_training_job():
 
 
 def test_ranges_are_texts_of_their_kinds():
-    """Whole numbers only if both limits are whole; values of a list are JSON."""
+    """A range is an integer range only if both limits are integers; listed values are JSON."""
     ranges = request()[0]["HyperParameterTuningJobConfig"]["ParameterRanges"]
     assert ranges == {
         "ContinuousParameterRanges": [
@@ -62,7 +62,7 @@ def test_ranges_are_texts_of_their_kinds():
 
 
 def test_what_no_key_has_is_joined_with_the_rest():
-    """Early stopping, seed, limits and earlier tuning jobs, by their names in the API."""
+    """Settings without a key, such as a seed, limits and earlier tuning jobs, are merged under their API names."""
     more = {
         "HyperParameterTuningJobConfig": {
             "StrategyConfig": {"HyperbandStrategyConfig": {"MinResource": 1, "MaxResource": 9}},
@@ -89,7 +89,7 @@ def test_what_no_key_has_is_joined_with_the_rest():
 
 
 def test_the_limits_of_a_tuning_job_are_those_of_the_service():
-    """With the key that decides the place; a tuning job takes fewer variables than a training job."""
+    """Problems name the key in the job file; tuning jobs accept fewer variables than training jobs."""
     variables = {f"K{index}": "1" for index in range(49)}
     tune = replace(TUNE, request={"WarmStartConfig": {}})
     arguments, _ = tuning_job(tune, "a" * 19, {**REQUEST, "Environment": variables})
@@ -101,13 +101,13 @@ def test_the_limits_of_a_tuning_job_are_those_of_the_service():
 
 @pytest.mark.parametrize(("strategy", "expected"), [("random", {"MaxNumberOfTrainingJobs": 10}), ("grid", {})])
 def test_the_number_of_jobs_has_a_default(strategy, expected):
-    """Of a grid the service counts the combinations itself."""
+    """For a grid, the service determines the number of jobs from the combinations."""
     limits = request(replace(TUNE, strategy=strategy))[0]["HyperParameterTuningJobConfig"]["ResourceLimits"]
     assert limits == {"MaxParallelTrainingJobs": 1, **expected}
 
 
 def test_settings_that_training_jobs_of_a_tuning_job_cannot_have_are_left_out_with_a_warning():
-    """By their names in the API; what only says what is so anyway goes without."""
+    """Unsupported settings are dropped with a warning that has the API name, unless they match the default."""
     arguments, warnings = request(
         TensorBoardOutputConfig={"S3OutputPath": "s3://bucket/t"},
         RemoteDebugConfig={"EnableRemoteDebug": True},
@@ -123,7 +123,7 @@ def test_settings_that_training_jobs_of_a_tuning_job_cannot_have_are_left_out_wi
 
 
 def test_tuned_hyperparameters_arrive_with_their_types_whatever_the_fixed_ones_are(tmp_path):
-    """The service writes its text beside our JSON; a tuned one wins over the config file and over a fixed one."""
+    """The service's text works beside our JSON, and a tuned value overrides the config file and fixed values."""
     config = tmp_path / "config.yaml"
     config.write_text("optimizer: rmsprop\nmodel: {width: 1, name: a b}\n")
     job = replace(
@@ -146,7 +146,7 @@ def test_tuned_hyperparameters_arrive_with_their_types_whatever_the_fixed_ones_a
 
 @pytest.mark.parametrize("metrics", [[], ["train_loss"], ["val_acc", "train_loss"]])
 def test_the_objective_is_a_metric_of_the_job(metrics):
-    """Whether the job file lists it or not, and read once per validation."""
+    """The objective's metric is defined even if the job file does not list it, and is read once per validation."""
     request = training_job(replace(JOB, metrics=metrics, tune=TUNE), "job-1", "s3://bucket")
     (definition,) = (one for one in request["AlgorithmSpecification"]["MetricDefinitions"] if one["Name"] == "val_acc")
     after = re.search(definition["Regex"], "epoch=3/10 step=45 validation=3 train_loss=0.4 val_acc=0.9333")
@@ -167,12 +167,12 @@ def test_the_objective_is_a_metric_of_the_job(metrics):
     ],
 )
 def test_every_contradiction_is_a_problem(changed, words):
-    """One problem, which names the key and both values."""
+    """Each contradiction is one problem that names the key and both values."""
     (problem,) = problems(**changed)
     for word in words:
         assert word in problem.text
 
 
 def test_a_good_tuning_job_has_no_problems():
-    """Ranges of numbers and lists of values."""
+    """Numeric ranges and lists of values have no problems."""
     assert problems() == []

@@ -1,4 +1,4 @@
-"""GpuTimer: events of a few steps, read when the device has passed them. The device is a stand-in with its events."""
+"""GpuTimer: events of a few steps, read once the device has passed them. A stand-in replaces the device."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from lightning_sm.timing.gpu_timer import GpuTimer
 
 
 class Device:
-    """A stream whose work takes 1, 2, 3, ... ms between two events, and which passes no event until it is told to."""
+    """A stream whose work takes 1, 2, 3, ... ms between events, and which passes events only when told to."""
 
     def __init__(self):
         self.time_ms = 0.0
@@ -17,16 +17,16 @@ class Device:
         self.is_broken = False
 
     def event(self):
-        """Make an event of this device."""
+        """Return a new event of this device."""
         return Event(self)
 
     def timer(self):
-        """Make a timer of this device."""
+        """Return a new timer of this device."""
         return GpuTimer(self.event, lambda: self.is_capturing)
 
 
 class Event:
-    """As torch.cuda.Event."""
+    """A stand-in for torch.cuda.Event."""
 
     def __init__(self, device):
         self._device = device
@@ -51,7 +51,7 @@ class Event:
 
 
 def run_steps(timer, number):
-    """Train."""
+    """Time the given number of training steps."""
     for _ in range(number):
         timer.begin_step(FORWARD)
         timer.mark(BACKWARD)
@@ -60,7 +60,7 @@ def run_steps(timer, number):
 
 
 def test_every_tenth_step_is_timed():
-    """Its events are read when the device has passed all of them, and give seconds; before, nothing is known."""
+    """A timed step has a result in seconds once the device has passed all of its events."""
     device = Device()
     timer = device.timer()
     run_steps(timer, 19)
@@ -73,7 +73,7 @@ def test_every_tenth_step_is_timed():
 
 
 def test_means_are_of_all_steps_since_the_last_time():
-    """Two timed steps, of 2, 3, 4 and of 6, 7, 8 ms."""
+    """The mean covers two timed steps, of 2, 3 and 4 ms and of 6, 7 and 8 ms."""
     device = Device()
     timer = device.timer()
     run_steps(timer, 20)
@@ -82,7 +82,7 @@ def test_means_are_of_all_steps_since_the_last_time():
 
 
 def test_a_device_far_behind_has_the_events_of_the_newest_steps():
-    """They would pile up."""
+    """Only the newest 16 timed steps keep their events, so that these do not accumulate."""
     device = Device()
     timer = device.timer()
     run_steps(timer, 1000)
@@ -93,7 +93,7 @@ def test_a_device_far_behind_has_the_events_of_the_newest_steps():
 
 
 def test_a_graph_that_is_captured_has_no_events():
-    """Neither from the start of a step, nor when the capture begins within it."""
+    """No events are recorded during a capture, even if it begins within a step."""
     device = Device()
     timer = device.timer()
     run_steps(timer, 9)
@@ -107,7 +107,7 @@ def test_a_graph_that_is_captured_has_no_events():
 
 
 def test_a_broken_device_raises_nothing_here():
-    """The error that broke it is the one to see."""
+    """The timer raises no error, so that the error which broke the device stays visible."""
     device = Device()
     timer = device.timer()
     run_steps(timer, 10)

@@ -1,4 +1,4 @@
-"""What tests of the cluster environment and of the prepared process share."""
+"""Fixtures shared by the tests of the cluster environment and of the prepared process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.job.test_rank_starter import MPI, TORCHRUN
 
 @pytest.fixture
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No rank variables, nothing prepared, and Lightning's rank put back afterwards."""
+    """Clear rank variables and any prepared process, and restore Lightning's rank afterwards."""
     for name in (*RANK_VARIABLES, *TORCHRUN, *MPI, RANK_ZERO_PID.name, "SM_CURRENT_HOST"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(rank_zero_only, "rank", 0)

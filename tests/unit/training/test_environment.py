@@ -1,4 +1,4 @@
-"""SageMakerEnvironment in this process: ranks and checks, read without a trace."""
+"""SageMakerEnvironment in this process: ranks and checks, without side effects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADDRESSES = {"algo-1": "127.0.0.2", "algo-2": "127.0.0.3"}
 
 
 def test_no_job_is_an_error_that_says_what_to_leave_out(tmp_path, monkeypatch):
-    """Off SageMaker detect() is false, and building the environment names both places where a job would be."""
+    """Outside SageMaker, detect() is False, and the error from the constructor names both sources of a job."""
     monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
     for name in ("SM_HOSTS", "SM_RESOURCE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
@@ -34,14 +34,14 @@ def test_no_job_is_an_error_that_says_what_to_leave_out(tmp_path, monkeypatch):
 
 
 def test_job_is_read_from_this_host(tmp_path, monkeypatch):
-    """Without arguments the facts come from the job's files."""
+    """By default, the job is read from this host's files."""
     monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(write_job(tmp_path, resource_config(GROUP, "algo-2"))))
     assert SageMakerEnvironment.detect()
     assert SageMakerEnvironment().node_rank() == 1
 
 
 def test_malformed_job_is_an_error_of_detect_too(tmp_path, monkeypatch):
-    """A broken file does not count as no job."""
+    """detect() raises an error for a malformed file instead of returning False."""
     monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(write_job(tmp_path, "{")))
     with pytest.raises(JobConfigError, match=r"resourceconfig\.json: not valid JSON"):
         SageMakerEnvironment.detect()
@@ -49,7 +49,7 @@ def test_malformed_job_is_an_error_of_detect_too(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("variables", [{}, torchrun(0), mpi(0)], ids=["plain", "torchrun", "mpirun"])
 def test_data_host_is_refused_whoever_started_it(variables):
-    """A data host has no rank, not even one that a launcher gave it (SDK v2 starts torchrun in every group)."""
+    """A data host has no rank, even if a launcher set one (SDK v2 starts torchrun in every group)."""
     with pytest.raises(TopologyError, match=r"(?s)Host 'algo-1' serves data and has no rank.*algo-1\* +data"):
         make_environment("algo-1", MIXED, variables=variables)
 
@@ -85,7 +85,7 @@ for variables in json.loads(sys.argv[1]):
 
 
 def test_building_it_changes_nothing_in_the_process(tmp_path):
-    """Variables, logging, hooks, exit handlers and Lightning's rank are as before, whoever started the process."""
+    """Creating the environment changes no variables, logging, hooks, exit handlers or Lightning rank."""
     base = write_job(tmp_path, resource_config(GROUP, "algo-2"))
     starts = {
         "PLAIN": {"NODE_RANK": "7", "LOCAL_RANK": "3", "MASTER_ADDR": "192.0.2.1"},  # stray
@@ -100,7 +100,7 @@ def test_building_it_changes_nothing_in_the_process(tmp_path):
 
 
 def test_what_lightning_sets_is_believed_in_a_process_that_is_not_prepared():
-    """A local rank that it has started, and a second Trainer, find variables that agree with the job."""
+    """In an unprepared process, variables that Lightning sets for local ranks and a second Trainer are accepted."""
     port = str(make_environment("algo-2").main_port)
     of_lightning = {"LOCAL_RANK": "1", "MASTER_PORT": port, "NODE_RANK": "1", "WORLD_SIZE": "4"}
     environment = make_environment("algo-2", variables=of_lightning)
@@ -111,14 +111,14 @@ def test_what_lightning_sets_is_believed_in_a_process_that_is_not_prepared():
 
 
 def test_data_groups_can_be_named():
-    """The argument decides which groups serve data, and their hosts count in no rank."""
+    """The argument determines the data groups, whose hosts count in no rank."""
     environment = SageMakerEnvironment(make_job({"a": ("algo-1",), "b": ("algo-2",)}, "algo-2", data_groups=("a",)))
     assert (environment.num_nodes, environment.node_rank()) == (1, 0)
     assert environment.topology.data_hosts == ("algo-1",)
 
 
 def test_ranks_of_a_plain_process():
-    """Node ranks follow the sorted hosts of the training groups; Lightning decides on the rest."""
+    """Node ranks follow the sorted hosts of the training groups; Lightning sets the other ranks."""
     environment = make_environment("algo-3", MIXED)
     assert (environment.num_nodes, environment.devices) == (2, None)
     assert (environment.node_rank(), environment.local_rank(), environment.global_rank()) == (1, 0, 1)
@@ -130,21 +130,21 @@ def test_ranks_of_a_plain_process():
 
 
 def test_stated_devices_count_in_the_rank_from_the_start():
-    """With LIGHTNING_SM_DEVICES the global rank is right before the Trainer is made."""
+    """With LIGHTNING_SM_DEVICES, the global rank is correct before the Trainer is created."""
     environment = make_environment("algo-2", devices=4)
     assert environment.devices == 4
     assert environment.global_rank() == 4
 
 
 def test_ranks_of_a_child_that_lightning_started():
-    """Lightning's child knows its local rank, and starts no processes itself."""
+    """A child that Lightning started has its local rank, and starts no processes itself."""
     environment = make_environment("algo-2", variables={RANK_ZERO_PID.name: str(os.getppid()), "LOCAL_RANK": "1"})
     assert (environment.node_rank(), environment.local_rank()) == (1, 1)
     assert environment.creates_processes_externally
 
 
 def test_ranks_under_torchrun():
-    """All ranks, the main address and the port are torchrun's."""
+    """Ranks, main address and port come from torchrun."""
     environment = make_environment("algo-1", variables=torchrun(1))
     assert (environment.node_rank(), environment.local_rank(), environment.global_rank()) == (1, 1, 3)
     assert (environment.world_size(), environment.devices) == (4, 2)
@@ -154,7 +154,7 @@ def test_ranks_under_torchrun():
 
 
 def test_ranks_under_mpirun():
-    """All ranks are mpirun's."""
+    """Ranks come from mpirun."""
     environment = make_environment("algo-2", variables=mpi(3, devices=2, size=4))
     assert (environment.node_rank(), environment.local_rank(), environment.global_rank()) == (1, 1, 3)
     assert (environment.world_size(), environment.devices) == (4, 2)
@@ -162,10 +162,10 @@ def test_ranks_under_mpirun():
 
 
 def test_environment_survives_pickling():
-    """A worker that ddp_spawn starts reads its local rank again."""
+    """A worker of ddp_spawn reads its local rank anew."""
     parents = make_environment("algo-2", addresses=ADDRESSES)
     parents.set_global_rank(2)
-    parents.set_world_size(4)  # Lightning makes the Trainer
+    parents.set_world_size(4)  # as Lightning does in Trainer()
     environment = pickle.loads(pickle.dumps(parents))  # noqa: S301 - made here
     os.environ["LOCAL_RANK"] = "1"
     assert (environment.node_rank(), environment.local_rank()) == (1, 1)
@@ -175,20 +175,20 @@ def test_environment_survives_pickling():
 
 
 def test_main_port_is_stated_or_derived_from_the_job():
-    """LIGHTNING_SM_MAIN_PORT comes before the port that follows from the job's name."""
+    """LIGHTNING_SM_MAIN_PORT takes precedence over the port derived from the job's name."""
     assert SageMakerEnvironment(make_job(GROUP, main_port=12345)).main_port == 12345
     derived = {SageMakerEnvironment(make_job(GROUP, host, name="job")).main_port for host in GROUP["gpu"]}
     assert len(derived) == 1
 
 
 def test_main_port_of_torchrun_comes_first():
-    """The agent of torchrun listens on its own port, so that no other can be used."""
+    """The port of torchrun takes precedence: its agent already listens there."""
     os.environ.update(torchrun(0))
     assert SageMakerEnvironment(make_job(GROUP, main_port=23456)).main_port == 7777
 
 
 def test_main_port_under_mpirun_needs_no_job_name():
-    """A host whose mpirun session lacks TRAINING_JOB_NAME agrees with one that has it."""
+    """A host whose mpirun session lacks TRAINING_JOB_NAME uses the same port as one that has it."""
     first = make_environment("algo-1", variables=mpi(0), name="job").main_port
     assert make_environment("algo-2", variables=mpi(1)).main_port == first
 
@@ -205,7 +205,7 @@ def test_main_port_under_mpirun_needs_no_job_name():
     ],
 )
 def test_main_host_under_mpirun_without_mpi4py(host, stated, source, expected):
-    """Rank 1 of two hosts finds the host of rank 0."""
+    """Rank 1 of two hosts determines the host of rank 0."""
     if stated is not None:
         os.environ["SM_CURRENT_HOST"] = stated
     os.environ.update(mpi(1))
@@ -215,7 +215,7 @@ def test_main_host_under_mpirun_without_mpi4py(host, stated, source, expected):
 
 @pytest.mark.parametrize("stated", [None, "algo-1"])
 def test_unknown_main_host_under_mpirun_is_an_error(stated):
-    """Where mpirun's order differs from ours and nothing tells rank 0's host, the error says what would."""
+    """If mpirun's order differs from the sorted one and nothing tells rank 0's host, the error lists the remedies."""
     if stated is not None:
         os.environ["SM_CURRENT_HOST"] = stated
     with pytest.raises(TopologyError, match=r"(?s)'algo-1' node rank 1.*algo-1\*.*-x SM_CURRENT_HOST.*-m mpi4py"):
@@ -224,7 +224,7 @@ def test_unknown_main_host_under_mpirun_is_an_error(stated):
 
 @pytest.mark.parametrize(("size", "expected"), [(2, "127.0.0.3"), (1, "127.0.0.2")])
 def test_main_host_is_told_by_a_loaded_mpi4py_of_the_same_mpi(monkeypatch, size, expected):
-    """What rank 0 sends is taken; an mpi4py of another MPI library, which sees a world of one, is not asked."""
+    """A loaded mpi4py provides rank 0's host, unless it belongs to another MPI library and sees a world of size 1."""
     world = SimpleNamespace(Get_size=lambda: size, bcast=lambda _, root: f"algo-{2 - root}")
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(__path__=[]))
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace(COMM_WORLD=world))
@@ -240,13 +240,13 @@ def test_main_host_is_told_by_a_loaded_mpi4py_of_the_same_mpi(monkeypatch, size,
     ],
 )
 def test_launcher_that_does_not_span_the_cluster_is_refused(host, variables, sizes):
-    """A launcher with fewer or more processes than the hosts make is an error with the table."""
+    """A launcher with too few or too many processes for the hosts is an error that shows the table."""
     with pytest.raises(TopologyError, match=rf"(?s){sizes}: .*{host}\*"):
         make_environment(host, variables=variables)
 
 
 def test_torchrun_in_each_of_two_training_groups_is_refused_with_the_hyperparameter_that_joins_them():
-    """As the toolkit starts them."""
+    """One torchrun per training group, as the toolkit starts them, is refused; the error gives the remedy."""
     groups = {"one": ("algo-1",), "two": ("algo-3", "algo-2")}
     with pytest.raises(
         TopologyError, match=r"(?s)set world size 4 .* = 3 x .*algo-2\*.*sagemaker_distribution_instance_groups"
@@ -264,7 +264,7 @@ def test_torchrun_in_each_of_two_training_groups_is_refused_with_the_hyperparame
     ],
 )
 def test_world_size_that_does_not_fit_is_refused(host, rank, size):
-    """What Lightning computed from wrong settings is an error with the table, and not a hang."""
+    """A world size from wrong settings is an error that shows the table instead of a hang."""
     environment = make_environment(host)
     environment.set_global_rank(rank)
     expected = rf"(?s)gives world size {size} and rank {rank} .*\(trainer hosts: 2; .*{host}\*.*num_nodes=2"
@@ -274,20 +274,20 @@ def test_world_size_that_does_not_fit_is_refused(host, rank, size):
 
 @pytest.mark.parametrize("variables", [torchrun(0), mpi(0, devices=2, size=4)], ids=["torchrun", "mpirun"])
 def test_world_size_must_be_that_of_the_launcher(variables):
-    """A multiple of the hosts is not enough where a launcher set the number of processes."""
+    """The world size must equal the launcher's, not just be a multiple of the number of hosts."""
     with pytest.raises(TopologyError, match="trainer hosts: 2, processes on each: 2;"):
         make_environment(variables=variables).set_world_size(2)
 
 
 def test_settings_that_fit_are_accepted():
-    """The right num_nodes passes with any number of devices, unless that is stated."""
+    """The right num_nodes is accepted with any number of devices unless that is set."""
     make_environment().validate_settings(num_devices=8, num_nodes=2)
     make_environment(devices=4).validate_settings(num_devices=4, num_nodes=2)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3])
 def test_wrong_num_nodes_is_refused(num_nodes):
-    """The error has both numbers, where the right one comes from, and the table."""
+    """The error shows both numbers, the source of the right one, and the table."""
     number = rf"num_nodes={num_nodes} does not match the number of trainer hosts in the job, 2"
     expected = rf"(?s){number} .*resourceconfig.*algo-1\*.*num_nodes=2"
     with pytest.raises(TopologyError, match=expected):
@@ -303,14 +303,14 @@ def test_wrong_num_nodes_is_refused(num_nodes):
     ],
 )
 def test_wrong_devices_are_refused(variables, facts, set_by):
-    """The error names who set the number of processes."""
+    """The error names what set the number of processes."""
     environment = make_environment(variables=variables, **facts)
     with pytest.raises(TopologyError, match=rf"devices=3 does not match .* on each host, 2, set by {set_by}"):
         environment.validate_settings(num_devices=3, num_nodes=2)
 
 
 def test_addresses_stand_for_names_that_no_resolver_knows(tmp_path, monkeypatch):
-    """The main address is taken from LIGHTNING_SM_HOST_ADDRESSES where that has the main host."""
+    """The main address comes from LIGHTNING_SM_HOST_ADDRESSES if that contains the main host."""
     monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(write_job(tmp_path, resource_config(GROUP, "algo-2"))))
     monkeypatch.setenv("LIGHTNING_SM_HOST_ADDRESSES", json.dumps(ADDRESSES))
     assert SageMakerEnvironment().main_address == "127.0.0.2"

@@ -15,7 +15,7 @@ from lightning_sm.errors import StrategyError
 
 
 def module_with(strategy) -> LightningModule:
-    """A module with gradients under a strategy."""
+    """A module with gradients and a strategy."""
     module = LightningModule()
     module.layer = nn.Linear(3, 2)
     module.layer(torch.ones(3)).sum().backward()
@@ -25,12 +25,12 @@ def module_with(strategy) -> LightningModule:
 
 
 def test_the_norm_in_one_process_is_that_of_all_gradients():
-    """Eight gradients of 1, in several norms."""
+    """Eight gradients of 1 have the expected 1-, 2- and infinity-norm."""
     module = module_with(SingleDeviceStrategy())
     assert [float(gradient_norm(module, p)) for p in (1.0, 2.0, float("inf"))] == pytest.approx([8, 8**0.5, 1])
 
 
 def test_shards_out_of_reach_are_refused():
-    """A part's norm would look like one: the error says whom to ask."""
+    """Sharded gradients are refused, as a shard's norm would look like the whole; the error names the alternative."""
     with pytest.raises(StrategyError, match=r"FSDPStrategy shards gradients.*clip_grad_norm_"):
         gradient_norm(module_with(FSDPStrategy.__new__(FSDPStrategy)))

@@ -1,4 +1,4 @@
-"""The end of process groups at the exit of a process."""
+"""How process groups are destroyed when a process exits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def begin():
 
 
 def run(code):
-    """What the code prints in a process of its own."""
+    """Return what the code prints in a separate process."""
     done = subprocess.run([sys.executable, "-c", _START + code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -33,7 +33,7 @@ def run(code):
 
 @pytest.mark.processes
 def test_no_thread_of_gloo_is_left_when_the_interpreter_shuts_down():
-    """One that drops its last tensor then aborts the process, and a finished training counts as failed."""
+    """No gloo thread survives: one that dropped a tensor later would abort the process after a successful training."""
     before, after = run("begin(); print(threads()); _leave(); print(threads())")
     assert int(before) > 0
     assert after == "0"
@@ -41,9 +41,10 @@ def test_no_thread_of_gloo_is_left_when_the_interpreter_shuts_down():
 
 @pytest.mark.processes
 def test_a_thread_of_a_group_that_is_still_held_drops_its_tensors_first():
-    """Such as one that strategy=pipeline or FSDP2 holds: a collective call has ended, and its thread has not run since.
+    """The exit waits for the threads of a group that is still referenced to drop their tensors.
 
-    Before, the rank aborted at its exit after its work was done.
+    With strategy=pipeline or FSDP2, such a thread may not have run since its collective call ended. Without the wait,
+    the rank aborted at exit after its work was done.
     """
     said = run("""
 import ctypes, sys, threading, time
@@ -72,7 +73,7 @@ over.set()
 
 @pytest.mark.processes
 def test_a_group_lives_as_long_as_that_of_all_ranks():
-    """The same one until then; after another start, a new one."""
+    """A gloo group is reused until the default group is destroyed; after another start, a new one is created."""
     said = run("""
 begin(); first = gloo_group([0]); print(gloo_group([0]) is first)
 distributed.destroy_process_group(); begin(); print(gloo_group([0]) is first)

@@ -1,4 +1,4 @@
-"""Lightning's names, as lightning_sm passes them on."""
+"""The names that lightning_sm re-exports from Lightning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_sm import _lightning
 
 
 def test_type_checkers_and_python_see_the_same_names():
-    """The imports of the one and the table of the other name the same classes and functions."""
+    """The imports for type checkers and the table for Python contain the same names."""
     tree = ast.parse(inspect.getsource(_lightning))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     checked = {alias.asname or alias.name for node in block.body for alias in node.names}

@@ -10,7 +10,7 @@ from lightning_sm.training.pace import Pace
 
 @given(st.integers(1, 600), st.lists(st.lists(st.floats(0.0, 100.0), min_size=5, max_size=5), max_size=20))
 def test_all_ranks_exchange_at_the_same_ticks(world_size, seconds):
-    """However long the ticks of each rank take, all exchange at the same ones."""
+    """All ranks exchange at the same ticks, however long each rank's ticks take."""
     paces = [Pace(2.0, world_size) for _ in range(min(world_size, 5))]
     clocks = [0.0] * len(paces)
     for tick in seconds:
@@ -26,7 +26,7 @@ def test_all_ranks_exchange_at_the_same_ticks(world_size, seconds):
 
 
 def exchanges(step_s, num_ticks):
-    """The ticks at which a rank exchanges whose steps all take the same time."""
+    """The ticks at which a rank with steps of constant duration exchanges."""
     pace, ticks = Pace(2.0, 1), []
     for tick in range(num_ticks):
         if pace.tick():
@@ -36,20 +36,20 @@ def exchanges(step_s, num_ticks):
 
 
 def test_quick_steps_are_rarely_interrupted():
-    """With steps of 10 ms it settles at one exchange per second, within a few exchanges."""
+    """With steps of 10 ms, the pace settles at one exchange per second within a few exchanges."""
     ticks = exchanges(0.01, 2000)
     assert ticks[-1] - ticks[-2] == 100
     assert len(ticks) < 30
 
 
 def test_slow_steps_exchange_at_each():
-    """With steps of 5 s there is an exchange at each one."""
+    """With steps of 5 s, ranks exchange at each step."""
     ticks = exchanges(5.0, 20)
     assert ticks[1:] == list(range(ticks[1], 20))
 
 
 def test_the_first_step_says_nothing_about_the_next_ones():
-    """A first step of a minute does not let the pace jump; a later slow one lets it fall at once."""
+    """After a first step of a minute, the interval grows gradually; slow steps later shrink it at once."""
     pace = Pace(2.0, 1)
     gaps, now = [], 0.0
     for tick in range(600):

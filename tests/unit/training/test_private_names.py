@@ -1,7 +1,7 @@
-"""Private names of Lightning and jsonargparse that lightning_sm relies on: what a new version may lack is named here.
+"""Private names of Lightning and jsonargparse that lightning_sm uses.
 
-Their upper bounds in pyproject.toml are the versions of docs/tested.md. Before a bound is raised, these tests run with
-the new version.
+The tests name those that a new version lacks. The upper bounds in pyproject.toml are the versions in docs/tested.md:
+run these tests with a new version before raising a bound.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGE = Path(lightning_sm.__file__).parent
 FABRIC = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"
 
 _WANDB = ("_experiment", "_id", "_name", "_save_dir", "_wandb_init")
-# Owner in Lightning (a module, or a class after the colon), its private names, and the files that rely on them.
+# (owner: a Lightning module, or module:class; its private names; the files that use them)
 LIGHTNING = [
     (f"{FABRIC}.utilities.data", ["_replace_dunder_methods"], ["_lightning.py"]),
     (f"{FABRIC}.utilities.distributed", ["_InfiniteBarrier", "_destroy_dist_connection"], ["_lightning.py"]),
@@ -127,9 +127,9 @@ LIGHTNING = [
     (f"{DISTRIBUTION}.loggers:WandbLogger", _WANDB, ["training/loggers.py"]),
     (f"{DISTRIBUTION}.cli:LightningCLI", ["_get", "_parser", "_subcommand_parsers"], ["training/cli.py"]),
 ]
-# The first two are argparse's, whose parser is the base of jsonargparse's.
+# The first two belong to argparse, whose parser jsonargparse extends.
 JSONARGPARSE = {"_action_groups", "_actions", "_group_actions", "_links_group", "_skip_validation"}
-# Private names of others in the same files.
+# Private names of other packages in the same files.
 OF_OTHERS = {
     "data/host/source.py": {"_DatasetKind", "_auto_collation", "_dataset_kind"},  # torch's DataLoader
     "data/host/source_builder.py": {
@@ -138,7 +138,7 @@ OF_OTHERS = {
         "_generate_state",
         "_utils",
         "_worker_info",
-    },  # the same; Python
+    },  # torch's DataLoader; Python
     "data/host/rank_reads.py": {"_getframe"},  # Python
     "data/host/trainer_view.py": {"_getframe"},  # Python
     "data/host/world.py": {"_world"},  # torch
@@ -147,8 +147,8 @@ OF_OTHERS = {
         *("_BaseDataLoaderIter", "_DatasetKind", "_base_seed", "_dataset_kind", "_next_index", "_num_workers"),
         "_num_yielded",
     },
-    "data/trainer/remote_loader.py": {"_iterator"},  # the same
-    "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too
+    "data/trainer/remote_loader.py": {"_iterator"},  # torch's DataLoader
+    "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, like its _iterator
     "training/checkpoints/kept_state.py": {"_local_tensor"},  # torch
     "training/rank_barrier.py": {"_get_default_store"},  # torch
     "training/strategies/pipeline/effects.py": {"_forward_cache"},  # torchmetrics
@@ -159,7 +159,7 @@ OF_OTHERS = {
 
 @pytest.mark.parametrize(("owner", "name"), sorted({(owner, name) for owner, names, _ in LIGHTNING for name in names}))
 def test_lightning_has_the_private_name(owner, name):
-    """A module or class of the installed Lightning has it, or a method of the class sets it on the object."""
+    """The installed Lightning has the name in the module or class, or a method sets it on the object."""
     found = pkgutil.resolve_name(owner)
     bases = inspect.getmro(found) if inspect.isclass(found) else ()
     methods = [inspect.unwrap(one) for base in bases for one in vars(base).values() if inspect.isfunction(one)]
@@ -170,7 +170,7 @@ def test_lightning_has_the_private_name(owner, name):
 
 
 def test_jsonargparse_has_the_private_names():
-    """A parser has its groups and its links between arguments, and parses without validation."""
+    """A parser has its groups and argument links, and can parse without validation."""
     parser = jsonargparse.ArgumentParser()
     parser.add_argument("--a.x")
     parser.add_argument("--b.x")
@@ -182,7 +182,7 @@ def test_jsonargparse_has_the_private_names():
 
 
 def _private_names(tree):
-    """Private names that a file uses, and does not define itself; those that it defines and calls on super()."""
+    """Private names that a file uses but does not define."""
     defined, used = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -202,9 +202,9 @@ def _private_names(tree):
 
 
 def test_the_table_is_complete():
-    """Each private name that a file of training code uses and nothing of ours defines is in the table, and no other.
+    """The table contains exactly the private names that training code uses and our files do not define.
 
-    A name that the file itself defines, too, escapes: those are in the table by hand, as those of overridden methods.
+    Names that the file also defines, such as overridden methods, are not detected: they are in the table by hand.
     """
     files = [
         PACKAGE / "_lightning.py",
@@ -215,7 +215,7 @@ def test_the_table_is_complete():
     files += (PACKAGE / "data" / "host").glob("*.py")
     sources = {file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8") for file in files}
     trees = {file: ast.parse(source) for file, source in sources.items()}
-    ours = {"_is_first", "_names"}  # those of Stage, which PretrainedStage reads
+    ours = {"_is_first", "_names"}  # attributes of Stage that PretrainedStage reads
     listed = {(file, name) for _, names, of in LIGHTNING for file in of for name in names}
     listed |= {(file, name) for file, names in OF_OTHERS.items() for name in names}
     listed |= {("training/cli.py", name) for name in JSONARGPARSE}

@@ -1,4 +1,4 @@
-"""What prepare_process does to a process, what it says, and what puts it back."""
+"""What prepare_process changes in a process, logs and restores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fresh_process")
 
 @pytest.fixture
 def exit_handlers(monkeypatch):
-    """What is registered with atexit during the test, which has no public list."""
+    """The functions registered with atexit during the test, of which atexit has no public list."""
     handlers = []
     monkeypatch.setattr(atexit, "register", handlers.append)
     monkeypatch.setattr(
@@ -34,14 +34,14 @@ def exit_handlers(monkeypatch):
 
 
 def _prepared(*args, **kwargs):
-    """The environment of a process that is prepared."""
+    """The environment of a prepared process."""
     environment = make_environment(*args, **kwargs)
     prepare_process(environment)
     return environment
 
 
 def test_an_exception_that_ends_the_process_is_reported_with_its_rank(monkeypatch, tmp_path, exit_handlers):
-    """The launcher reads which rank failed; at its exit, the rank does not wait for the others."""
+    """The exception is reported with its rank for the launcher, and the rank exits without waiting for the others."""
     monkeypatch.setenv(CONTROL_DIR.name, str(tmp_path))
     hook = sys.excepthook
     process = prepare_process(make_environment("algo-2", variables={**torchrun(1), "LOCAL_RANK": "1"}))
@@ -55,24 +55,24 @@ def test_an_exception_that_ends_the_process_is_reported_with_its_rank(monkeypatc
 
 
 def test_lightning_logs_from_rank_zero_only():
-    """From the start, processes of other hosts are silent where Lightning says things once."""
+    """Processes on other hosts are silent from the start where Lightning logs on rank 0 only."""
     _prepared("algo-2")
     assert rank_zero_only.rank == 1
 
 
 def test_stray_variables_are_removed_and_named_once(caplog):
-    """Rank variables of unknown origin are gone for every library; what Lightning sets later is left alone."""
+    """Rank variables of unknown origin are removed for all libraries; ones that Lightning sets later are kept."""
     _prepared(variables={"NODE_RANK": "7", "RANK": "5"})
     assert caplog.messages == ["Ignoring NODE_RANK=7, RANK=5: not set by SageMaker or by the launcher of this process."]
     assert not {"NODE_RANK", "RANK"} & set(os.environ)
-    environment = _prepared(variables={"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.2"})  # Lightning, before a fit
+    environment = _prepared(variables={"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.2"})  # as Lightning does before a fit
     assert len(caplog.messages) == 1
     assert os.environ["MASTER_ADDR"] == "127.0.0.2"
     assert environment.creates_processes_externally
 
 
 def test_stray_variables_under_mpirun_are_removed_once(caplog):
-    """Under mpirun, too, what the first environment's fit set is no stray to the second."""
+    """Under mpirun, the second environment keeps what the first one's fit has set."""
     _prepared(variables={**mpi(0), "WORLD_SIZE": "9"})
     _prepared(variables={"MASTER_ADDR": "127.0.0.2"})
     assert len(caplog.messages) == 1
@@ -81,7 +81,7 @@ def test_stray_variables_under_mpirun_are_removed_once(caplog):
 
 
 def test_existing_interface_is_exported():
-    """NCCL and Gloo are pointed at the job's interface; what the user set stays."""
+    """NCCL and Gloo use the job's network interface, unless the user has set another."""
     os.environ["NCCL_SOCKET_IFNAME"] = "^docker0"
     _prepared(network_interface="lo").set_world_size(2)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "^docker0"
@@ -89,7 +89,7 @@ def test_existing_interface_is_exported():
 
 
 def test_interface_that_does_not_exist_is_neither_exported_nor_kept(caplog):
-    """An interface that this host has not is dropped with a warning, and reported so; the user's own is kept."""
+    """An interface that this host lacks is dropped with a warning and marked in the report; the user's is kept."""
     caplog.set_level(logging.INFO, logger="lightning_sm")
     os.environ.update({"NCCL_SOCKET_IFNAME": "ethwe", "GLOO_SOCKET_IFNAME": "mine"})
     _prepared(network_interface="ethwe").set_world_size(2)
@@ -101,12 +101,12 @@ def test_interface_that_does_not_exist_is_neither_exported_nor_kept(caplog):
 
 
 def test_rank_variables_wait_until_lightning_has_started_the_local_ranks():
-    """A local rank that Lightning is about to start must not inherit the rank of the process that starts it."""
+    """Rank variables are set only after Lightning has started the local ranks, which would otherwise inherit them."""
     environment = _prepared("algo-2")
     environment.set_global_rank(2)
-    environment.set_world_size(4)  # Lightning makes the Trainer
+    environment.set_world_size(4)  # as Lightning does in Trainer()
     assert not set(RANK_VARIABLES) & set(os.environ)
-    os.environ["LOCAL_RANK"] = "0"  # it has started the others
+    os.environ["LOCAL_RANK"] = "0"  # Lightning has started the other local ranks
     environment.set_world_size(4)
     assert _ranks() == {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
 
@@ -123,19 +123,19 @@ def test_rank_variables_wait_until_lightning_has_started_the_local_ranks():
     ],
 )
 def test_one_of_several_local_ranks_knows_its_rank(variables, rank):
-    """The one that it will have, before the Trainer exists; of Lightning, only those that it has started."""
+    """A process with local peers has its rank before the Trainer exists; with Lightning, only those that it started."""
     assert rank_of_several(_prepared("algo-2", variables=variables)) == rank
 
 
 def test_rank_variables_under_mpirun():
-    """Under mpirun, which has other names for all of them, they are set, too."""
+    """Rank variables are set under mpirun, which names all of them differently."""
     environment = _prepared("algo-2", variables=mpi(3, devices=2, size=4))
     environment.set_world_size(4)
     assert _ranks() == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
 
 
 def test_rank_variables_of_one_process():
-    """A job of one process has them, too, but for the one that would keep a later Trainer from starting local ranks."""
+    """A single process has all rank variables but LOCAL_RANK, which would keep a later Trainer from starting ranks."""
     environment = _prepared("algo-1", {"gpu": ("algo-1",)})
     PreparedProcess.current.announce(environment, devices=1)
     assert _ranks() == {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
@@ -143,7 +143,7 @@ def test_rank_variables_of_one_process():
 
 
 def test_job_without_an_interface_exports_none(monkeypatch):
-    """Without a named interface the libraries choose."""
+    """Without a named network interface, the libraries choose one."""
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     _prepared(network_interface=None).set_world_size(2)
@@ -151,7 +151,7 @@ def test_job_without_an_interface_exports_none(monkeypatch):
 
 
 def test_table_is_printed_by_rank_zero_once(caplog):
-    """One report for all environments and Trainers of the process."""
+    """Rank 0 prints one report for all environments and Trainers of the process."""
     caplog.set_level(logging.INFO, logger="lightning_sm")
     for _ in range(2):
         environment = _prepared("algo-2", MIXED, name="job")
@@ -169,7 +169,7 @@ def test_table_is_printed_by_rank_zero_once(caplog):
 
 
 def test_a_job_with_gpus_is_told_that_none_was_tested(caplog):
-    """By rank 0, beside the table of hosts."""
+    """Rank 0 logs a note about GPUs beside the table of hosts."""
     caplog.set_level(logging.INFO, logger="lightning_sm")
     _prepared(name="job", num_gpus=4).set_world_size(8)
     assert caplog.messages[0] == GPUS
@@ -177,14 +177,14 @@ def test_a_job_with_gpus_is_told_that_none_was_tested(caplog):
 
 
 def test_other_ranks_print_no_table(caplog):
-    """Only rank 0 reports."""
+    """Only rank 0 prints the report."""
     caplog.set_level(logging.INFO, logger="lightning_sm")
     _prepared("algo-2").set_world_size(2)
     assert caplog.messages == []
 
 
 def test_an_order_of_torchrun_that_differs_from_the_table_is_told(caplog):
-    """By each host whose node rank the table has wrong; the table's last line says where rank 0 is."""
+    """A host whose node rank differs from the table logs it; the table's last line names rank 0's host."""
     caplog.set_level(logging.INFO, logger="lightning_sm")
     _prepared("algo-2", variables={**torchrun(0), "LOCAL_RANK": "0"}).set_world_size(4)
     first, second = caplog.messages
@@ -211,7 +211,7 @@ def _state(exit_handlers):
     "variables", [{"NODE_RANK": "7"}, torchrun(1), mpi(1)], ids=["plain, a stray variable", "torchrun", "mpirun"]
 )
 def test_undo_puts_everything_back(monkeypatch, exit_handlers, variables, tmp_path):
-    """After several environments and a run, the process is as it was before the first call."""
+    """After several environments and a run, undo restores the state before the first call."""
     monkeypatch.setattr(logging.getLogger("lightning_sm"), "level", logging.NOTSET)
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setenv(CONTROL_DIR.name, str(tmp_path))
@@ -230,13 +230,13 @@ def test_undo_puts_everything_back(monkeypatch, exit_handlers, variables, tmp_pa
 
 @pytest.mark.parametrize("variables", [torchrun(1), mpi(3, devices=2, size=4)], ids=["torchrun", "mpirun"])
 def test_rank_variables_end_with_the_run_and_come_back_with_the_next(variables):
-    """Lightning's teardown leaves what the launcher had set; hooks and exit handlers stay for the next run."""
+    """Teardown restores the launcher's variables after each run; hooks and exit handlers stay for the next run."""
     environment = _prepared("algo-2" if "OMPI_COMM_WORLD_RANK" in variables else "algo-1", variables=variables)
     excepthook = sys.excepthook
     before = _ranks()
     for _ in range(2):
         environment.set_world_size(4)
-        environment.set_world_size(4)  # when the Trainer is made, and in fit
+        environment.set_world_size(4)  # called by Trainer() and by fit
         assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"} <= _ranks().keys()
         environment.teardown()
         assert _ranks() == before
@@ -244,7 +244,7 @@ def test_rank_variables_end_with_the_run_and_come_back_with_the_next(variables):
 
 
 def test_a_worker_of_ddp_spawn_sets_its_ranks_and_leaves_its_group_after_success(monkeypatch, caplog, exit_handlers):
-    """It gets a copy of the environment, prints no second table, and has nothing of its parent's to undo."""
+    """A worker of ddp_spawn sets its ranks, prints no second table and leaves its parent's state alone."""
     caplog.set_level(logging.INFO, logger="lightning_sm")
     parents = _prepared("algo-1")
     parents.set_world_size(4)

@@ -1,4 +1,4 @@
-"""All ranks wait for each other by the store of their process group."""
+"""All ranks wait for each other through the store of their process group."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from lightning_sm.training.rank_barrier import wait_for_all_ranks
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Two ranks as threads of this process, with a store."""
+    """Two ranks as threads of this process, with one store."""
     store, own = distributed.HashStore(), threading.local()
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(distributed, "get_rank", lambda: own.rank)
     monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
-    # Each thread has a count of its own, as processes have.
+    # Each thread needs the first number, like separate processes.
     monkeypatch.setattr(rank_barrier, "_numbers", iter([1, 1]))
     return own
 
 
 def test_a_single_process_does_not_wait():
-    """Without a process group there is nobody to wait for."""
+    """A process without a group does not wait."""
     wait_for_all_ranks()
 
 
 def test_rank_0_leaves_last(ranks):
-    """No rank leaves before both have come, and rank 0, which has the store, not before the other one has left."""
+    """No rank leaves before both have arrived, and rank 0, which has the store, leaves last."""
     left = []
 
     def come(rank):

@@ -1,4 +1,4 @@
-# A user's own code: model and data in one file, with a module and a package beside it. Every rank leaves what it saw.
+# A user's script: model and data in one file, with a module and a package beside it. Every rank writes what it saw.
 import importlib.util
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Reconstruction of MRI in the style of fastMRI: named tuples, random masks, volumes that stay on one rank."""
+"""MRI reconstruction in the style of fastMRI: named tuples, random masks, and volumes that stay on one rank."""
 
 import contextlib
 from typing import NamedTuple
@@ -71,7 +71,7 @@ class SliceDataset(Dataset):
 
 
 class VolumeSampler(DistributedSampler):
-    """Gives the slices of one volume to one rank."""
+    """Assigns all slices of a volume to one rank."""
 
     def __init__(self, dataset):
         super().__init__(dataset, shuffle=False)
@@ -138,7 +138,7 @@ class VarNet(LightningModule):
         self.log("val_loss", self.step(batch, "val"), batch_size=len(batch.fname), sync_dist=True)
 
     def on_train_end(self):
-        print(f"seen {self.seen}\n", end="", flush=True)  # one write: other lines cannot come between
+        print(f"seen {self.seen}\n", end="", flush=True)  # one write, so that lines of other ranks cannot mix in
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), self.hparams.lr)

@@ -1,4 +1,4 @@
-"""Forecasting in the style of pytorch-forecasting: a batch sampler, samples of several lengths, (y, None) targets."""
+"""Forecasting in the style of pytorch-forecasting: a batch sampler, samples of varying length, (y, None) targets."""
 
 import os
 
@@ -13,7 +13,7 @@ from lightning_sm import SageMakerCLI
 
 
 class BucketBatchSampler(BatchSampler):
-    """Batches of windows of one length, to pad little; what is left at the end makes mixed batches."""
+    """Batches windows of equal length to avoid padding; the rest at the end forms mixed batches."""
 
     def __init__(self, sampler, batch_size, drop_last=False, lengths=()):
         super().__init__(sampler, batch_size, drop_last)

@@ -76,7 +76,7 @@ class GraphSAGE(LightningModule):
         self.log("val_loss", self.step(batch, "val"), batch_size=batch.batch_size, sync_dist=True)
 
     def on_train_end(self):
-        print(f"seen {self.seen}\n", end="", flush=True)  # one write: other lines cannot come between
+        print(f"seen {self.seen}\n", end="", flush=True)  # one write, so that lines of other ranks cannot mix in
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), self.hparams.lr)

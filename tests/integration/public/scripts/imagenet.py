@@ -18,7 +18,7 @@ class ImageNetLightningModel(LightningModule):
     """Train one of torchvision's architectures.
 
     Args:
-        data_path: Folder with the folders train and val.
+        data_path: Folder with the subfolders train and val.
         arch: Name of the architecture.
         lr: Learning rate.
         momentum: Momentum of SGD.

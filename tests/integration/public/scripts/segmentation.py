@@ -1,4 +1,4 @@
-"""Segmentation in the style of MONAI: dictionary transforms with generators of their own, tensors with metadata."""
+"""Segmentation in the style of MONAI: dictionary transforms with separate generators, and tensors with metadata."""
 
 import random
 
@@ -194,7 +194,7 @@ class Segmentation(LightningModule):
         self.log("val_loss", self.step(batch, "val"), batch_size=len(batch["id"]), sync_dist=True)
 
     def on_train_end(self):
-        print(f"seen {self.seen}\n", end="", flush=True)  # one write: other lines cannot come between
+        print(f"seen {self.seen}\n", end="", flush=True)  # one write, so that lines of other ranks cannot mix in
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), self.hparams.lr)

@@ -1,4 +1,4 @@
-"""A project template with a CLI of its own, after DavidZhang73/pytorch-lightning-template."""
+"""A project template with a custom CLI, after DavidZhang73/pytorch-lightning-template."""
 
 import os
 import warnings

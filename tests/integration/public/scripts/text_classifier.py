@@ -1,4 +1,4 @@
-"""Fine-tuning of a text classifier in the style of Hugging Face: rows are dicts, padding is dynamic."""
+"""Fine-tuning of a text classifier in the style of Hugging Face, with rows as dicts and dynamic padding."""
 
 import torch
 from pytorch_lightning import LightningDataModule, LightningModule

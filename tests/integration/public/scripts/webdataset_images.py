@@ -1,4 +1,4 @@
-"""Images from tar files with WebDataset; one shard goes to one process, whichever host it runs on."""
+"""Images from tar files with WebDataset. Each shard goes to one process, on any host."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The package transformers, for the tests that need it."""
+"""A fixture for tests that need the package transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def transformers_path() -> Iterator[None]:
-    """Let this process and those that it starts import transformers, which lies beside the tests' environment."""
+    """Let this process and its children import transformers, which is installed outside the tests' environment."""
     found = list(Path(sys.prefix).glob("transformers/lib/python3.*/site-packages"))
     if not found:
         pytest.skip("needs transformers in .venv/transformers, where make proof installs it")

@@ -1,4 +1,4 @@
-"""A GPT-2 of transformers whose blocks are the layers of a pipeline, as docs/strategies.md describes it."""
+"""A GPT-2 of transformers whose blocks are the layers of a pipeline, as in docs/strategies.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS, LENGTH = 40, 9
 
 
 class GPT2(nn.Module):
-    """The layers of a GPT-2, which pass on the hidden states and the mask of padding.
+    """The layers of a GPT-2, which pass on the hidden states and the padding mask.
 
     Args:
         model: A ``GPT2LMHeadModel``.
@@ -29,11 +29,11 @@ class GPT2(nn.Module):
         self.head = _Head(model)
 
     def pipeline_layers(self) -> list[nn.Module]:
-        """The layers in the order in which they run."""
+        """Return the layers in execution order."""
         return [self.embedding, *self.blocks, self.head]
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return logits, as in one process."""
+        """Return the logits, when the network runs in one process."""
         values = self.embedding(tokens, mask)
         for layer in (*self.blocks, self.head):
             values = layer(values)
@@ -75,14 +75,14 @@ class _Head(nn.Module):
 
 
 class LanguageModel(Recorded):
-    """A LightningModule with a GPT-2 of random weights, whose embedding and head share them."""
+    """A LightningModule with a randomly initialized GPT-2, whose embedding and head share weights."""
 
     lr = 0.1
 
     def __init__(self) -> None:
         import transformers
 
-        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)  # stages draw other numbers
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)  # stages draw other random numbers
         config = transformers.GPT2Config(
             vocab_size=TOKENS, n_positions=16, n_embd=16, n_layer=6, n_head=2, use_cache=False, **dropout
         )
@@ -100,12 +100,12 @@ class LanguageModel(Recorded):
         return functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
     def pipeline_weight(self, batch: Sequence[Tensor]) -> Tensor:
-        """Number of tokens that the loss averages over."""
+        """Return the number of tokens that the loss averages over."""
         return (batch[2][:, 1:] != IGNORED).sum()
 
 
 def padded_text(rows: int, seed: int) -> TensorDataset:
-    """Rows of 2 to 9 tokens, padded, with the mask of padding and labels."""
+    """Return padded rows of 2 to 9 tokens, with the padding mask and labels."""
     drawn = torch.randint(0, TOKENS, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
     mask = torch.arange(LENGTH) < 2 + torch.arange(rows)[:, None] % (LENGTH - 1)
     return TensorDataset(drawn * mask, mask.long(), drawn.masked_fill(~mask, IGNORED))

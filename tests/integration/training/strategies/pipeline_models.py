@@ -1,4 +1,4 @@
-"""Models whose losses are no mean over equal rows, or whose layers are as users have them."""
+"""Models with losses that are not a mean over equal rows, or with layers that users typically have."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ IGNORED = -100
 
 
 class Recorded(pl.LightningModule):
-    """A LightningModule with SGD that keeps the loss of each step.
+    """A LightningModule with SGD that records the loss of each step.
 
     Args:
-        network: Its network.
+        network: The network to train.
     """
 
     lr = 0.05
@@ -46,23 +46,23 @@ class Recorded(pl.LightningModule):
         self.extra: dict[str, Any] = {}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Keep the loss of the step, of all replicas."""
+        """Record the loss of the step, averaged over all replicas."""
         loss = self.trainer.strategy.reduce(outputs["loss"].clone())
         self.losses.append(float(loss) * self.trainer.accumulate_grad_batches)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD: its steps shrink with the gradient, so that weights can be compared."""
+        """Return SGD, whose steps shrink with the gradient, so that weights can be compared."""
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
 def perceptron() -> nn.Sequential:
-    """Six layers with parameters."""
+    """Return a network of six layers with parameters."""
     hidden = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     return nn.Sequential(nn.Linear(8, WIDTH), *hidden, nn.Linear(WIDTH, CLASSES))
 
 
 class Padded(Recorded):
-    """Rows with different numbers of labels: the loss averages over those that are not padding."""
+    """Rows with different numbers of labels; the loss averages over labels that are not padding."""
 
     def __init__(self) -> None:
         super().__init__(perceptron())
@@ -74,15 +74,15 @@ class Padded(Recorded):
 
 
 class WeightedPadded(Padded):
-    """The same, which says what its loss averages over."""
+    """``Padded`` that declares what its loss averages over."""
 
     def pipeline_weight(self, batch: Sequence[Tensor]) -> Tensor:
-        """Number of labels that are not padding."""
+        """Return the number of labels that are not padding."""
         return (batch[1] != IGNORED).sum()
 
 
 class Sum(Recorded):
-    """A loss that adds the rows up."""
+    """A loss that sums over the rows."""
 
     lr = 0.02
 
@@ -95,7 +95,7 @@ class Sum(Recorded):
 
 
 class ClassWeights(Recorded):
-    """A loss that averages over rows by the weights of their classes."""
+    """A loss that averages over rows, weighted by their classes."""
 
     def __init__(self) -> None:
         super().__init__(perceptron())
@@ -106,12 +106,12 @@ class ClassWeights(Recorded):
         return functional.cross_entropy(self.network(batch[0]), batch[1], weight=self.class_weights)
 
     def pipeline_weight(self, batch: Sequence[Tensor]) -> Tensor:
-        """Sum of the weights of the rows' classes."""
+        """Return the sum of the rows' class weights."""
         return self.class_weights[batch[1]].sum()
 
 
 class Contrastive(Recorded):
-    """A loss that tells each row from the others of its batch."""
+    """A loss that distinguishes each row from the other rows of its batch."""
 
     def __init__(self) -> None:
         super().__init__(perceptron())
@@ -149,7 +149,7 @@ def images(rows: int, seed: int) -> TensorDataset:
 
 
 def padded(rows: int, seed: int) -> TensorDataset:
-    """Vectors for six tokens and a class for each, of which the rows have 0 to 5 tokens; four in a row have none."""
+    """Rows of six vectors, of which the first 0 to 5 have labels; four successive rows have none."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (rows, 6), generator=generator)
     lengths = torch.arange(rows) % 6
@@ -159,7 +159,7 @@ def padded(rows: int, seed: int) -> TensorDataset:
 
 
 class Classifier(Recorded):
-    """A network that gives logits, with an ordinary loss."""
+    """A network that returns logits, with an ordinary loss."""
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         """Return the mean over the rows."""
@@ -167,7 +167,7 @@ class Classifier(Recorded):
 
 
 class _LSTM(nn.LSTM):
-    """An LSTM that returns its features only, which are no contiguous tensor."""
+    """An LSTM that returns only its features, as a tensor that is not contiguous."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x)[0]
@@ -184,19 +184,19 @@ def _lstm() -> Classifier:
 
 
 def _time_first() -> Classifier:
-    """The LSTMs with time in dimension 0: microbatches would be parts of the sequences."""
+    """LSTMs with time in dimension 0, so that microbatches would split sequences."""
     return Classifier(
         nn.Sequential(*(_LSTM(width, WIDTH) for width in (8, WIDTH)), nn.Flatten(), nn.Linear(96, CLASSES))
     )
 
 
 def _raw_lstm() -> Classifier:
-    """A network whose LSTM returns a tuple with a tuple in it, at the end of the first stage."""
+    """A network whose first stage ends with an LSTM, which returns a nested tuple."""
     return Classifier(nn.Sequential(nn.LSTM(8, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, 8)))
 
 
 class _RawLSTMInValidation(Classifier):
-    """The same, which validates before it trains."""
+    """The network of ``_raw_lstm``, with a validation that runs before training."""
 
     def __init__(self) -> None:
         super().__init__(_raw_lstm().network)
@@ -248,7 +248,7 @@ class _Up(nn.Module):
 
 
 def _unet() -> Classifier:
-    """A U-Net whose skip travels in the tuple."""
+    """A U-Net that passes its skip connection on in a tuple."""
     return Classifier(nn.Sequential(_Down(), _Middle(), _Middle(), _Up()))
 
 
@@ -277,12 +277,12 @@ def _vit() -> Classifier:
     vit = VisionTransformer(
         image_size=8, patch_size=4, num_layers=4, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=CLASSES
     )
-    nn.init.normal_(vit.heads.head.weight, std=0.1)  # torchvision's begins at 0
+    nn.init.normal_(vit.heads.head.weight, std=0.1)  # torchvision initializes it to 0
     return Classifier(nn.Sequential(_Patches(vit), *vit.encoder.layers, _ViTHead(vit)))
 
 
 class _ManyLengths(Classifier):
-    """Batches of six lengths in turn, as with padding to the longest row; counts the passes of its first layer."""
+    """Batches of six lengths in turn, as if padded to the longest row; counts the passes of the first layer."""
 
     def __init__(self) -> None:
         super().__init__(perceptron())
@@ -304,7 +304,7 @@ class _ManyLengths(Classifier):
 
 
 class _Counters(Classifier):
-    """A training_step that counts, in an attribute, a container and a buffer."""
+    """A training_step that counts in an attribute, a container and a buffer."""
 
     def __init__(self) -> None:
         super().__init__(perceptron())
@@ -326,7 +326,7 @@ class _Counters(Classifier):
 
 
 class _Outputs(Recorded):
-    """Returns its outputs, which are much larger than its inputs, and looks for them in memory after the step."""
+    """Returns outputs that are much larger than its inputs, and searches memory for them after the step."""
 
     def __init__(self) -> None:
         super().__init__(nn.Sequential(*perceptron()[:-1], nn.Linear(WIDTH, OUTPUTS)))
@@ -361,7 +361,7 @@ class _OwnLogger(Classifier):
 
 
 class _LoggerInValidation(Classifier):
-    """Uses a logger in its first validation step, after a call of the network."""
+    """Uses a logger in its first validation step, after calling the network."""
 
     def __init__(self) -> None:
         super().__init__(perceptron())
@@ -372,7 +372,7 @@ class _LoggerInValidation(Classifier):
 
 
 class _Dropouts(Classifier):
-    """Dropout in each stage; keeps the first mask of each."""
+    """Dropout in each stage; records the masks."""
 
     def __init__(self) -> None:
         stage = [(nn.Linear(width, WIDTH), nn.Dropout(0.5)) for width in (8, WIDTH)]
@@ -387,9 +387,9 @@ class _Dropouts(Classifier):
 
 
 class _Draws(Classifier):
-    """Draws in every place that a step passes, with dropout in each stage; keeps the numbers by their places.
+    """Draws random numbers in every hook of a step, with dropout in each stage; records the numbers by hook.
 
-    Some run on all ranks, some on that of the last stage, and one on that which fetches batches.
+    Some hooks run on all ranks, some on the rank of the last stage, and one on the rank that fetches batches.
     """
 
     def __init__(self) -> None:
@@ -400,12 +400,12 @@ class _Draws(Classifier):
     def _draw(self, where: str, batch_idx: int = -1) -> float:
         numbers = (float(torch.rand(())), random.random(), float(np.random.rand()))
         if self.trainer.sanity_checking:
-            return numbers[0]  # Lightning takes the random state back after it, and fits draw the same numbers again
+            return numbers[0]  # Lightning then restores the random state, so fits draw these numbers again
         self.draws[f"{where}, epoch {self.current_epoch}, step {self.global_step}, batch {batch_idx}"] = numbers
         return numbers[0]
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Those of a job for a resume, and a checkpoint in the middle of an epoch."""
+        """Return the callbacks with which a job resumes, and one that saves in the middle of an epoch."""
         folder = self.trainer.default_root_dir
         name = "draws at {step}"
         checkpoint = ModelCheckpoint(
@@ -418,18 +418,18 @@ class _Draws(Classifier):
         return batch[0] + 0.01 * torch.randn_like(batch[0]), batch[1]
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        """Draw after the network's call."""
+        """Draw after calling the network."""
         logits = self.network(batch[0])
         return functional.cross_entropy(logits, batch[1]) * (1 + self._draw("training_step", batch_idx))
 
     def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
-        """Draw before a call of the network and after it."""
+        """Draw before and after calling the network."""
         noise = self._draw("validation_step", batch_idx)
         self.log("val_loss", functional.cross_entropy(self.network(batch[0] + noise), batch[1]))
         self._draw("validation_step, end", batch_idx)
 
     def on_train_start(self) -> None:
-        """Draw, unless the fit resumes: one without an interruption would not."""
+        """Draw unless the fit resumes, because an uninterrupted fit draws here only once."""
         if not self.global_step:
             self._draw("on_train_start")
 
@@ -466,16 +466,16 @@ class _Draws(Classifier):
         self._draw("on_validation_epoch_end")
 
     def on_fit_end(self) -> None:
-        """Keep the numbers."""
+        """Record the numbers."""
         self.extra["draws"] = self.draws
 
 
 class _Fails(Classifier):
-    """A training_step that does in its third batch what a pipeline refuses.
+    """A model that does what a pipeline refuses, in its third batch or in validation.
 
     Args:
-        how: "skip": returns no loss; "draw": draws random numbers first; "trim": gives the network other shapes;
-            "twice": calls it in a validation step a second time.
+        how: "skip": returns no loss; "draw": draws random numbers first; "trim": passes other shapes to the network;
+            "twice": calls the network twice in a validation step.
     """
 
     def __init__(self, how: str) -> None:
@@ -498,7 +498,7 @@ class _Fails(Classifier):
 
 
 class _Tied(Recorded):
-    """A language model whose embedding and head share their weights, with groups of parameters by name.
+    """A language model whose embedding and head share weights, with parameter groups chosen by name.
 
     Args:
         optimizer: "sgd" or "adamw".
@@ -525,7 +525,7 @@ class _Tied(Recorded):
 
 
 class _OnMeta(Classifier):
-    """A network without memory until it is cut."""
+    """A network on the meta device, which has no memory until it is split into stages."""
 
     def __init__(self) -> None:
         with torch.device("meta"):
@@ -543,7 +543,7 @@ class _OnMeta(Classifier):
 
 
 class _Norms(Classifier):
-    """A hook that keeps the norms of gradients before they are clipped."""
+    """Records the norms of gradients before they are clipped."""
 
     def __init__(self) -> None:
         super().__init__(perceptron())

@@ -1,4 +1,4 @@
-"""Fits with and without a pipeline that see the same rows in each step, several of them in each group of processes."""
+"""Fits with and without a pipeline on the same rows in each step; each group of processes runs several fits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_sm.training.group_exit import leave_at_exit
 from tests.integration.training.strategies.gpt2 import GPT2_MODELS
 from tests.integration.training.strategies.pipeline_models import LAYERS, LOSSES
 
-ROWS = 16  # of all replicas together, in a step
+ROWS = 16  # per step, of all replicas together
 CLASSES = 5
 
 
@@ -38,12 +38,12 @@ class Fit:
     """A fit of one of the models.
 
     Args:
-        strategy: Arguments of the pipeline strategy; None: stock Lightning with one process, or DDP with several.
-        model: Which of ``MODELS``.
+        strategy: Arguments of the pipeline strategy; None for stock Lightning, with DDP if there are several processes.
+        model: A key of ``MODELS``.
         trainer: Arguments of the Trainer.
-        resume: Name of the fit whose checkpoint it starts from.
-        rows: Rows of the training data.
-        refused: Whether it fails; its result is then the error that the rank raises.
+        resume: Name of the fit whose checkpoint to resume from.
+        rows: Number of rows of the training data.
+        refused: Whether the fit must fail; its result is then the error that the rank raises.
     """
 
     strategy: Mapping[str, Any] | None = None
@@ -55,7 +55,7 @@ class Fit:
 
 
 class TokenClassifier(pl.LightningModule):
-    """A small transformer with everything that logs: values of steps and epochs, metrics, a scheduler for each step."""
+    """A small transformer that logs everything: values per step and epoch, and metrics, with a per-step scheduler."""
 
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class TokenClassifier(pl.LightningModule):
         return {"loss": loss, "logits": logits.detach()}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Keep the loss of the step, of all replicas."""
+        """Record the loss of the step, averaged over all replicas."""
         loss = self.trainer.strategy.reduce(outputs["loss"].clone())
         self.losses.append(float(loss) * self.trainer.accumulate_grad_batches)
 
@@ -96,7 +96,7 @@ class TokenClassifier(pl.LightningModule):
         return {"loss": loss, "logits": logits}
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Keep what the step has returned."""
+        """Record the outputs of the step."""
         self.extra["val_outputs"] = sorted(outputs)
         self.extra["val_rows"] = self.val_rows
 
@@ -107,7 +107,7 @@ class TokenClassifier(pl.LightningModule):
         return logits
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Keep what the step has returned."""
+        """Record the outputs of the step."""
         self.extra["tested"] = outputs if isinstance(outputs, Tensor) else None
 
     def predict_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
@@ -116,7 +116,7 @@ class TokenClassifier(pl.LightningModule):
         return logits
 
     def configure_optimizers(self) -> Any:
-        """Two groups of parameters, and a scheduler that is stepped after each step."""
+        """Return an optimizer with two parameter groups, and a scheduler that steps after each step."""
         groups = [
             {"params": [p for p in self.parameters() if p.ndim > 1], "weight_decay": 0.01},
             {"params": [p for p in self.parameters() if p.ndim <= 1]},
@@ -133,7 +133,7 @@ class _Mean(nn.Module):
 
 
 class _Losses:
-    """Keeps the losses of the app's models, which are as they are in the app but for the optimizer."""
+    """Records the losses of the app's models, of which only the optimizer differs from the app."""
 
     losses: list[float]
     sgd_lr = 0.05
@@ -157,7 +157,7 @@ class AppTransformer(_Losses, TransformerLanguageModel):
 class AppResNet(_Losses, ResNet18Classifier):
     """The app's ResNet-18 with group normalization and SGD."""
 
-    # On random images, larger steps multiply the rounding errors of float32 by 10,000.
+    # On random images, larger steps amplify the rounding errors of float32 by 10,000.
     sgd_lr = 1e-3
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ MODELS: dict[str, Any] = {
 
 
 class _InOrder(Sampler[int]):
-    """Replicas take slices of each global batch, so that a step has the same rows whatever their number."""
+    """Gives each replica a slice of each global batch, so that steps have the same rows with any number of replicas."""
 
     def __init__(self, rows: int, replicas: int, replica: int) -> None:
         share = ROWS // replicas
@@ -218,13 +218,13 @@ class _Processes(LightningEnvironment):
 
 
 def command(folder: Path, groups: Sequence[tuple[int, int, Mapping[str, Fit]]]) -> list[str]:
-    """The command of fits in groups of processes, one group after the other, and in each one fit after the other.
+    """Return the command that runs groups of processes one after the other, and the fits of each in turn.
 
-    What a rank has seen goes to a file for each fit. The ranks are copies of a process that has imported everything.
+    Each rank writes one result file per fit. Ranks are forked from a process that has imported everything.
 
     Args:
-        folder: For files of results, ``NAME.RANK``, and checkpoints, ``NAME.ckpt``.
-        groups: Number of processes, port on which rank 0 listens, and fits.
+        folder: Folder for result files, ``NAME.RANK``, and checkpoints, ``NAME.ckpt``.
+        groups: For each group, the number of processes, the port on which rank 0 listens, and the fits.
     """
     texts = [(size, port, {name: asdict(fit) for name, fit in fits.items()}) for size, port, fits in groups]
     return [sys.executable, "-m", __name__, str(folder), json.dumps(texts)]
@@ -236,10 +236,10 @@ def _main(folder: Path, groups: list[tuple[int, int, Mapping[str, Mapping[str, A
             if os.fork() == 0:
                 fits = {name: Fit(**text) for name, text in texts.items()}
                 _run_all(rank, world_size, port, folder, fits)
-                return  # ends as any process does
+                return  # exit like any other process
         for _ in range(world_size):
             if os.wait()[1] != 0:
-                sys.exit(1)  # who started it ends the other ranks
+                sys.exit(1)  # the caller kills the other ranks
 
 
 def _run_all(rank: int, world_size: int, port: int, folder: Path, fits: Mapping[str, Fit]) -> None:
@@ -248,7 +248,7 @@ def _run_all(rank: int, world_size: int, port: int, folder: Path, fits: Mapping[
     leave_at_exit()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0")
     if any((fit.strategy or {}).get("process_group_backend") == "staged" for fit in fits.values()):
-        importlib.import_module("tests.gpu.staged")  # registers it
+        importlib.import_module("tests.gpu.staged")  # registers the backend
     for name, fit in fits.items():
         seen = _refusal(fit, world_size, folder, name) if fit.refused else _run(fit, world_size, folder, name)
         torch.save(seen, folder / f"{name}.{rank}")

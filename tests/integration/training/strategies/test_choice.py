@@ -1,4 +1,4 @@
-"""How a strategy of lightning_sm is chosen: by its name, by its class, by the SDK's ``distribution``."""
+"""Choosing a strategy of lightning_sm: by its name, by its class, or by the SDK's ``distribution``."""
 
 import json
 import logging
@@ -17,14 +17,14 @@ from tests.fakes.small_app import TWO_HOSTS
 LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
 ASKED = {"sagemaker_distributed_dataparallel_enabled": "true"}
 SPLIT = {"mp_parameters": json.dumps({"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": "simple"})}
-# Of seed 003: SMP with one partition.
+# A user's configuration: SMP with one partition.
 NOT_SPLIT = {"mp_parameters": json.dumps({"partitions": 1, "placement_strategy": "spread", "ddp": True})}
 CPU = ("--trainer.accelerator=cpu", "--trainer.logger=false")
 
 
 @pytest.fixture
 def p4d(host, monkeypatch):
-    """A host of a job on which SMDDP can run."""
+    """A host of a job that supports SMDDP."""
     monkeypatch.setitem(sys.modules, LIBRARY, ModuleType(LIBRARY))
     return configure(host, "ml.p4d.24xlarge")
 
@@ -38,7 +38,7 @@ def configure(host, instance_type, hyperparameters=None):
 
 
 def test_the_name_and_the_class_are_the_same_strategy(p4d, tmp_path):
-    """On the command line, and in a file with arguments of DDP."""
+    """The name on the command line and the class in a file, with arguments of DDP, give the same strategy."""
     assert type(p4d.make(*CPU, "--trainer.strategy=smddp").trainer.strategy) is SMDDPStrategy
     config = tmp_path / "config.yaml"
     chosen = {"class_path": "lightning_sm.SMDDPStrategy", "init_args": {"find_unused_parameters": True}}
@@ -51,7 +51,7 @@ def test_the_name_and_the_class_are_the_same_strategy(p4d, tmp_path):
 
 @pytest.mark.usefixtures("p4d")
 def test_distribution_chooses_smddp(host, caplog):
-    """Without a strategy in the script, with the CLI and without it."""
+    """If the script sets no strategy, ``distribution`` chooses SMDDP, with and without the CLI."""
     configure(host, "ml.p4d.24xlarge", ASKED)
     assert type(host.make(*CPU).trainer.strategy) is SMDDPStrategy
     assert type(SageMakerTrainer(accelerator="cpu", logger=False).strategy) is SMDDPStrategy
@@ -60,7 +60,7 @@ def test_distribution_chooses_smddp(host, caplog):
 
 @pytest.mark.usefixtures("p4d")
 def test_another_strategy_wins_over_distribution_and_both_are_named(host, caplog):
-    """The hyperparameter may come from pytorchddp, which asks for no library."""
+    """The script's strategy wins and a warning names both: pytorchddp, which needs no library, sends the same."""
     configure(host, "ml.p4d.24xlarge", ASKED)
     said = (
         "asks for smdistributed.dataparallel (or pytorchddp, for which the SDK sends the same), but strategy={} is set"
@@ -73,7 +73,7 @@ def test_another_strategy_wins_over_distribution_and_both_are_named(host, caplog
 
 
 def test_distribution_on_other_hosts_trains_without_smddp(host, caplog):
-    """As pytorchddp, which the SDK sends as the same, is meant to: the log has the reason."""
+    """Hosts without SMDDP use DDP, as intended for pytorchddp, which the SDK sends alike, and the log says why."""
     caplog.set_level(logging.INFO, "lightning_sm")
     configure(host, "ml.g5.48xlarge", ASKED)
     assert type(host.make(*CPU).trainer.strategy) is DDPStrategy
@@ -81,20 +81,20 @@ def test_distribution_on_other_hosts_trains_without_smddp(host, caplog):
 
 
 def test_smddp_on_other_hosts_is_an_error_that_names_ddp(host):
-    """When the Trainer is made, before any other rank is started."""
+    """On hosts without SMDDP, the error is raised when the Trainer is created, before any other rank starts."""
     configure(host, "ml.g5.48xlarge")
     with pytest.raises(StrategyError, match=r"strategy=smddp cannot be used: .* ml\.g5\.48xlarge .* Use strategy=ddp"):
         host.make(*CPU, "--trainer.strategy=smddp")
 
 
 def options_of(strategy):
-    """Those that distribution sets."""
+    """Return the pipeline's options that ``distribution`` sets."""
     assert type(strategy) is PipelineParallelStrategy
     return strategy._sizes, strategy._num_microbatches, strategy._schedule
 
 
 def test_modelparallel_chooses_the_pipeline_with_its_options(host):
-    """With the CLI and without it, where the script says nothing, and where it names the same strategy."""
+    """``distribution`` sets the pipeline's options with and without the CLI, even if the script names the strategy."""
     configure(host, "ml.p3.16xlarge", SPLIT)
     expected = ((2, 1), 8, "gpipe")
     assert options_of(host.make(*CPU).trainer.strategy) == expected
@@ -105,7 +105,7 @@ def test_modelparallel_chooses_the_pipeline_with_its_options(host):
 
 
 def test_modelparallel_with_one_partition_is_ddp(host):
-    """Also if the script says so."""
+    """One partition means DDP, even if the script sets strategy=ddp."""
     configure(host, "ml.p3.16xlarge", NOT_SPLIT)
     assert type(host.make(*CPU).trainer.strategy) is DDPStrategy
     assert type(host.make(*CPU, "--trainer.strategy=ddp").trainer.strategy) is DDPStrategy
@@ -121,7 +121,7 @@ def test_modelparallel_with_one_partition_is_ddp(host):
     ],
 )
 def test_a_strategy_beside_modelparallel_is_an_error_that_names_both(host, hyperparameters, strategy):
-    """They state the same things, and none is ignored."""
+    """A strategy beside modelparallel raises an error that names both, because they set the same things."""
     configure(host, "ml.p3.16xlarge", hyperparameters)
     name = strategy.rpartition(".")[2].rstrip('"}')
     with pytest.raises(StrategyError, match=rf"smdistributed.modelparallel .* but the script has strategy={name}\."):
@@ -129,7 +129,7 @@ def test_a_strategy_beside_modelparallel_is_an_error_that_names_both(host, hyper
 
 
 def test_fabric_refuses_a_split_model(host):
-    """It has no pipeline, and would train without one."""
+    """SageMakerFabric has no pipeline, and refuses a split model instead of training without one."""
     configure(host, "ml.p3.16xlarge", SPLIT)
     with pytest.raises(StrategyError, match=r"smdistributed.modelparallel .* but SageMakerFabric has no pipeline"):
         SageMakerFabric(accelerator="cpu")

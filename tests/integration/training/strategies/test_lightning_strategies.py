@@ -1,4 +1,4 @@
-"""Lightning's own strategies on two hosts: interrupted, resumed, exported, with the weights that DDP comes to."""
+"""Lightning's strategies on two hosts: interrupted, resumed and exported, with the same weights as DDP."""
 
 import re
 import subprocess
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.processes
 
 TIMEOUT_S = 480
 SHAPE = {"width": 32, "num_blocks": 2, "num_heads": 2}
-# Of two ranks with 4 windows each, or of one with 8: the same windows in each step.
+# Two ranks with 4 windows each, or one with 8, train on the same windows in each step.
 ROWS_PER_STEP = 8
 
 
 def script_arguments(batch_size):
-    """The arguments of app/train_text.py: a small model and plain SGD, whose sums differ by rounding only."""
+    """Arguments of app/train_text.py: a small model, and plain SGD, with which results differ only by rounding."""
     return [
         *("fit", "--config", str(REPOSITORY / "app/configs/transformer.yaml")),
         *("--trainer.max_epochs=1", "--trainer.limit_train_batches=200", "--trainer.limit_val_batches=2"),
@@ -37,7 +37,7 @@ def script_arguments(batch_size):
 def model_parallel(data, tensor):
     """The flags of ModelParallelStrategy."""
     sizes = [f"--trainer.strategy.data_parallel_size={data}", f"--trainer.strategy.tensor_parallel_size={tensor}"]
-    # Too high to change anything, but all norms are added up.
+    # Too high to clip anything, but all norms are added up.
     return ["--trainer.strategy=ModelParallelStrategy", *sizes, "--trainer.gradient_clip_val=1000"]
 
 
@@ -48,7 +48,7 @@ def fsdp(**settings):
 
 
 def run_job(folder, devices, batch_size, *strategy):
-    """Train the language model on two hosts, interrupted on the way; returns all lines."""
+    """Train the language model on two hosts with an interruption, and return the output."""
     command = [
         *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--devices", str(devices)),
         *("--fault", "interrupt@step=20,skew=0.2"),
@@ -69,13 +69,13 @@ def plain_weights(folder):
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory):
-    """The folder of a job with DDP, and what it printed."""
+    """The folder of a job with DDP, and its output."""
     folder = tmp_path_factory.mktemp("ddp")
     return folder, run_job(folder, 1, ROWS_PER_STEP // 2, "--trainer.strategy=ddp")
 
 
 def check_interruption(folder, output):
-    """Both hosts left at one step, which the second attempt went on from."""
+    """Check that both hosts exited at the same step, from which the second attempt resumed."""
     codes = re.findall(r"^ *(\d) *algo-\d+ +\S+ +trainer +(\d+) ", output, re.MULTILINE)
     assert sorted(codes) == [("1", "143"), ("1", "143"), ("2", "0"), ("2", "0")], output
     (checkpoint,) = (folder / "checkpoints").glob("interrupted-epoch=0-step=*.ckpt")
@@ -85,10 +85,10 @@ def check_interruption(folder, output):
     return checkpoint
 
 
-# In make test, training/test_interruptions.py stands for interruptions, and test_cli_two_hosts.py for exports.
+# make test covers interruptions with training/test_interruptions.py, and exports with test_cli_two_hosts.py.
 @pytest.mark.proof
 def test_ddp(ddp):
-    """One file at one step, with which the job goes on; the exported weights are those of the model."""
+    """A DDP job saves one file at one step, resumes from it, and exports the weights of the model."""
     folder, output = ddp
     assert check_interruption(folder, output).is_file()
     TransformerLanguageModel(256, 32, **SHAPE).load_state_dict(plain_weights(folder))
@@ -114,7 +114,7 @@ def test_ddp(ddp):
     ],
 )
 def test_a_sharded_model(tmp_path, ddp, devices, batch_size, strategy):
-    """Interrupted and resumed from shards of all ranks, it exports the weights of DDP as one plain state_dict."""
+    """A model that was resumed from the shards of all ranks is exported with DDP's weights as a plain state_dict."""
     output = run_job(tmp_path, devices, batch_size, *strategy)
     checkpoint = check_interruption(tmp_path, output)
     if "--trainer.strategy.state_dict_type=full" in strategy:
@@ -139,13 +139,13 @@ def test_a_sharded_model(tmp_path, ddp, devices, batch_size, strategy):
     ],
 )
 def test_what_is_missing_is_said_when_the_trainer_is_made(host, strategy, needs):
-    """A GPU, or a package: before anything is trained, and with the words of Lightning."""
+    """A missing GPU or package fails before training, with Lightning's error."""
     with pytest.raises((ValueError, MisconfigurationException), match=needs):
         host.make("--trainer.accelerator=cpu", f"--trainer.strategy={strategy}")
 
 
 def test_shards_that_restore_a_wrong_optimizer_are_refused(host):
-    """A hybrid of FSDP cannot resume from its own shards: the error says so at the start, and what can."""
+    """Hybrid FSDP cannot resume from its own shards: an error at the start says so, and names alternatives."""
     strategy = fsdp(state_dict_type="sharded", sharding_strategy="HYBRID_SHARD", device_mesh=[1, 1])
     with pytest.raises(StrategyError, match=r"HYBRID_SHARD restores a wrong state .* Set state_dict_type=full, or use"):
         host.make("--trainer.accelerator=cpu", *strategy)

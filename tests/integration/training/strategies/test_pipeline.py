@@ -1,4 +1,4 @@
-"""strategy=pipeline: the same training as by one process, however the network is spread over ranks."""
+"""strategy=pipeline trains like one process, however the network is spread over ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.integration.training.strategies.pipeline_runs import ROWS, Fit, comma
 
 pytestmark = pytest.mark.processes
 
-# float32 on gloo; losses and metrics are means of other sums than those of one process.
+# float32 on Gloo: losses and metrics are summed in another order than in one process.
 TOLERANCE = 1e-6
 TIMEOUT_S = 400.0
 
-# In float32 the ResNet multiplies rounding errors by ten in two steps.
+# In float32, the ResNet amplifies rounding errors tenfold in two steps.
 DOUBLE = {"precision": "64-true", "max_steps": 5}
 SHORT = {"max_steps": 3}
 CLIPPED = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
@@ -32,11 +32,11 @@ Seen = Mapping[str, list[dict[str, Any]]]
 
 
 def ranks_of(folder: Path, fits: Mapping[int, Mapping[str, Fit]]) -> Seen:
-    """Run fits, by the number of processes, in new processes; returns what each rank of each fit saw."""
+    """Run fits in new processes, by number of processes, and return what each rank of each fit saw."""
     groups = []
     with ExitStack() as stack:
         for world_size, some in fits.items():
-            # Not a free port of the kernel's choice: until rank 0 listens, it would give it to others, too.
+            # Reserve the port: the kernel could give a free one to another process before rank 0 listens.
             _, topology, ports = reserve_job({"group": ["algo-1"]})
             stack.enter_context(ports)
             groups.append((world_size, topology.main_port, some))
@@ -63,7 +63,7 @@ ALONE = {
     "one-vit": short(model="vit"),
     "one-tied": short(model="tied", trainer=CLIPPED),
 }
-# Everything in four processes: to start them costs more than a fit.
+# All fits in the same four processes, because starting processes takes longer than a fit.
 FOUR = {
     "pipeline 4": short({"pipeline_parallel_size": 4}),
     "cluster": short({"pipeline_parallel_size": 2}),
@@ -77,7 +77,7 @@ FOUR = {
     "vit": short({"pipeline_parallel_size": 4}, model="vit"),
     "tied": short({"pipeline_parallel_size": 2}, "tied", CLIPPED),
 }
-# What must agree with which fit of one process.
+# The fit of one process that each pipeline must match.
 SAME = {
     "pipeline 4": "one",
     "cluster": "one",
@@ -98,12 +98,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fits(folder: Path) -> Seen:
-    """All fits: by four processes, and by one, which resumes from a checkpoint of four."""
+    """Results of all fits: by four processes, and by one, which resumes from a checkpoint of four."""
     return ranks_of(folder, {4: FOUR, 1: ALONE})
 
 
 def difference(seen: Mapping[str, Any], other: Mapping[str, Any], key: str) -> float:
-    """The largest difference of the numbers that two ranks saw under a name."""
+    """Return the largest difference between the numbers that two ranks saw under a name."""
     a, b = seen[key], other[key]
     if isinstance(a, torch.Tensor):
         return float((a - b).abs().max())
@@ -113,7 +113,7 @@ def difference(seen: Mapping[str, Any], other: Mapping[str, Any], key: str) -> f
 
 @pytest.mark.parametrize("name", SAME)
 def test_a_pipeline_trains_as_one_process_does(fits: Seen, name: str):
-    """Losses of steps on every rank, logged values, metrics, and rank 0's weights agree with those of one process."""
+    """Losses, logged values and metrics on every rank, and the weights of rank 0, match one process."""
     (alone,) = fits[SAME[name]]
     for seen in fits[name]:
         assert seen["step"] == alone["step"]
@@ -127,7 +127,7 @@ def test_a_pipeline_trains_as_one_process_does(fits: Seen, name: str):
 
 @pytest.mark.parametrize("name", ["vit", "tied"])
 def test_layers_as_users_have_them_train_as_in_one_process(fits: Seen, name: str):
-    """Attention, and weights that layers of two ranks share; test_pipeline_layers.py has the others."""
+    """Attention and weights shared by two ranks train as in one process; test_pipeline_layers.py has other layers."""
     (alone,) = fits[f"one-{name}"]
     for seen in fits[name]:
         assert difference(seen, alone, "losses") <= TOLERANCE
@@ -136,7 +136,7 @@ def test_layers_as_users_have_them_train_as_in_one_process(fits: Seen, name: str
 
 @pytest.mark.parametrize("name", ["pipeline 4", "cluster", "spread, gpipe", "odd, all outputs"])
 def test_a_pipeline_evaluates_as_one_process_does(fits: Seen, name: str):
-    """With the outputs on the ranks of the last stage, or on all; the others have the numbers that a step returns."""
+    """Evaluation matches one process, with outputs on the last stage or everywhere, and numbers on all ranks."""
     (alone,) = fits[SAME[name]]
     assert alone["extra"]["val_outputs"] == ["logits", "loss"]
     assert alone["extra"]["val_rows"][-3:] == [10, 10, 2]
@@ -155,21 +155,21 @@ def test_a_pipeline_evaluates_as_one_process_does(fits: Seen, name: str):
 
 @pytest.mark.parametrize("name", ["pipeline 4", "cluster", "spread, gpipe"])
 def test_every_rank_predicts_what_one_process_does(fits: Seen, name: str):
-    """Also with rows that no number of microbatches divides, and on ranks without the last stage."""
+    """Predictions match on all ranks and stages, even with rows that no number of microbatches divides."""
     (alone,) = fits["one"]
     for seen in fits[name]:
         assert difference(seen, alone, "predictions") <= TOLERANCE
 
 
 def test_a_pipeline_is_deterministic(fits: Seen):
-    """The same fit gives the same bits."""
+    """Repeating a fit gives the same losses and weights, bit by bit."""
     for seen, again in zip(fits["until 3"], fits["until 3, again"], strict=True):
         assert seen["losses"] == again["losses"]
         assert all(torch.equal(seen["weights"][name], again["weights"][name]) for name in seen["weights"])
 
 
 def test_a_checkpoint_is_that_of_one_process(fits: Seen, folder: Path):
-    """Two stages wrote it, four went on from it, and the result has the structure of a file of one process."""
+    """A checkpoint of two stages, resumed by four and then one, has the structure of one written by one process."""
     theirs = torch.load(folder / "one-until-6.ckpt", weights_only=False)
     ours = torch.load(folder / "until 6.ckpt", weights_only=False)
     assert ours.keys() == theirs.keys()
@@ -195,18 +195,18 @@ OTHERS = {
         "spread resnet": Fit({"pipeline_parallel_size": 2, "placement": "spread"}, "resnet", DOUBLE),
     },
 }
-# Of the others, TOLERANCE.
+# All other fits use TOLERANCE.
 TOLERANCES = {
     **dict.fromkeys(("resnet", "hybrid resnet", "spread resnet", "resnet 4", "float64"), 1e-12),
     "bf16-mixed": 5e-3,
-    # The gradient of a bias of attention's keys is rounding noise around 0, of which AdamW makes steps of size lr.
+    # The gradient of the attention keys' bias is rounding noise around 0, which AdamW turns into steps of size lr.
     "AdamW": 2e-2,
 }
 
 
 @pytest.mark.proof
 def test_other_models_and_numbers_train_as_one_process_does(tmp_path: Path):
-    """The app's ResNet-18 with group normalization, double and mixed precision, and AdamW."""
+    """ResNet-18 with group normalization, double and mixed precision, and AdamW train as in one process."""
     plain: dict[str, Fit] = {}
     for fit in (replace(fit, strategy=None) for fits_of in OTHERS.values() for fit in fits_of.values()):
         if fit not in plain.values():
@@ -218,7 +218,7 @@ def test_other_models_and_numbers_train_as_one_process_does(tmp_path: Path):
             assert difference(seen[name][0], seen[same][0], key) <= TOLERANCES.get(name, TOLERANCE), (name, key)
 
 
-# As NCCL takes them: tests/gpu/staged.py.
+# A backend that accepts only what NCCL accepts: tests/gpu/staged.py.
 STRICT = {"process_group_backend": "staged"}
 AS_FOR_NCCL = {
     "hybrid": Fit({"pipeline_parallel_size": 2, **STRICT}, trainer={"gradient_clip_val": 0.1}),
@@ -231,7 +231,7 @@ AS_FOR_NCCL = {
 
 @pytest.mark.proof
 def test_ranks_make_only_calls_that_nccl_takes(tmp_path: Path):
-    """Contiguous tensors, and in each collective call the same sizes on all ranks, in the same order."""
+    """Tensors are contiguous, and all ranks make the same collective calls, with equal sizes, in the same order."""
     plain = {f"one {name}": replace(fit, strategy=None) for name, fit in AS_FOR_NCCL.items()}
     seen = ranks_of(tmp_path, {1: plain, 4: AS_FOR_NCCL})
     for name in AS_FOR_NCCL:

@@ -1,4 +1,4 @@
-"""strategy=pipeline with a GPT-2 of transformers, tied weights and padded rows: the training of one process."""
+"""strategy=pipeline trains a GPT-2 of transformers, with tied weights and padded rows, like one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.proof, pytest.mark.usefixtures(
 
 
 def test_a_gpt2_of_transformers_trains_as_in_one_process(tmp_path):
-    """With two stages, also in two replicas, and with four; its loss is that of the uncut model of transformers."""
+    """Two stages, two replicas of two, and four stages match one process, whose loss is transformers' own."""
     two = {"two": Fit({}, "gpt2"), "data": Fit(model="gpt2")}
     four = {"replicas": Fit({"pipeline_parallel_size": 2}, "gpt2"), "four": Fit({"pipeline_parallel_size": 4}, "gpt2")}
     fits = ranks_of(tmp_path, {1: {"one": Fit(model="gpt2")}, 2: two, 4: four})

@@ -14,23 +14,23 @@ from tests.integration.emulators import job_dir, local
 from tests.integration.hosts import REPOSITORY, Hosts
 from tests.integration.rank_launchers import torchrun
 
-# In make test, test_pipeline.py stands for the strategy, and training/test_interruptions.py for interruptions.
+# make test covers the strategy with test_pipeline.py, and interruptions with training/test_interruptions.py.
 pytestmark = [pytest.mark.processes, pytest.mark.proof]
 
 TEXT = str(REPOSITORY / "app/train_text.py")
 CONFIG = str(REPOSITORY / "app/configs/transformer.yaml")
 HYBRID = str(REPOSITORY / "app/configs/hybrid.yaml")
-# Plain SGD: AdamW makes steps of size lr of gradients that are rounding noise.
+# Plain SGD, because AdamW turns gradients that are rounding noise into steps of size lr.
 SGD = ("--optimizer=SGD", "--optimizer.lr=0.1")
-# Seconds, because ranks agree on the step of an interruption once a second.
+# Enough steps for several seconds, because ranks agree on the step of an interruption once a second.
 STEPS = 80
 
 
 def train(folder: Path, cluster: str, *options: str) -> str:
-    """Train the app's transformer on an emulated cluster; returns what the job wrote.
+    """Train the app's transformer on an emulated cluster, and return the job's output.
 
     Args:
-        folder: For the job.
+        folder: Folder for the job.
         cluster: Options of the emulator.
         options: More options of the script.
     """
@@ -57,7 +57,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def test_an_interrupted_pipeline_resumes_at_its_step(interrupted: tuple[Path, str]):
-    """Both stages save and resume one checkpoint, and the job ends with all its steps."""
+    """Both stages save and resume the same checkpoint, and the job completes all its steps."""
     _, output = interrupted
     saved = re.findall(r"(algo-\d) \| Interrupted: step \d+ is saved in \S+/checkpoints/(\S+),", output)
     assert len(dict(saved)) == 2  # a line for each host
@@ -67,7 +67,7 @@ def test_an_interrupted_pipeline_resumes_at_its_step(interrupted: tuple[Path, st
 
 
 def test_the_table_says_which_ranks_have_which_stages(interrupted: tuple[Path, str]):
-    """With layers and parameters."""
+    """The table lists the ranks, layers and number of parameters of each stage."""
     _, output = interrupted
     assert "Pipeline over 2 ranks, replicas: 1 (cluster), schedule 1f1b, up to 4 microbatches" in output
     assert re.search(r"\| 0 +0 +network\.embedding to block1 +120,448\n", output)
@@ -75,7 +75,7 @@ def test_the_table_says_which_ranks_have_which_stages(interrupted: tuple[Path, s
 
 
 def test_the_model_directory_has_all_stages(interrupted: tuple[Path, str]):
-    """The exported weights load into the whole model, and its checkpoint is that of one process."""
+    """The exported weights have all stages, and the checkpoint loads into the whole model."""
     folder, _ = interrupted
     from app.transformer import TransformerLanguageModel
 
@@ -85,7 +85,7 @@ def test_the_model_directory_has_all_stages(interrupted: tuple[Path, str]):
 
 
 def test_interruptions_and_data_hosts_change_no_weight(interrupted: tuple[Path, str], tmp_path: Path):
-    """An interrupted pipeline with a data host ends with the bits of one that was not, and loaded its own batches."""
+    """An interrupted pipeline with a data host matches an undisturbed one with local loaders, bit by bit."""
     train(tmp_path, "--group trainer=2", "--trainer.strategy=pipeline")
     whole = model_of(tmp_path)
     for name, weight in model_of(interrupted[0]).items():
@@ -93,7 +93,7 @@ def test_interruptions_and_data_hosts_change_no_weight(interrupted: tuple[Path, 
 
 
 def test_distribution_of_the_sdk_makes_the_pipeline(tmp_path: Path):
-    """The parameters of SageMaker's model parallel library, with the number of processes of its mpi, and no option."""
+    """The SDK's parameters for model parallelism and its number of MPI processes configure the pipeline."""
     parameters = {"partitions": 2, "microbatches": 8, "placement_strategy": "spread", "ddp": True}
     hyperparameters = {"mp_parameters": parameters, "sagemaker_mpi_enabled": True}
     path = tmp_path / "hyperparameters.json"
@@ -107,7 +107,7 @@ def test_distribution_of_the_sdk_makes_the_pipeline(tmp_path: Path):
 
 
 def test_a_pipeline_trains_under_another_launcher(tmp_path: Path):
-    """Two hosts with two processes each: a replica is a host, and steps are those of two replicas."""
+    """Under torchrun, two hosts with two processes each train two replicas, one on each host."""
     hosts = Hosts(tmp_path)
     python = [sys.executable, TEXT, "fit", "--config", CONFIG, "--config", HYBRID, "--trainer.max_steps=3"]
     command = [*python, "--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=2"]

@@ -1,4 +1,4 @@
-"""strategy=pipeline with layers as users have them: as one process, or refused on every rank."""
+"""strategy=pipeline with layers that users typically have: as in one process, or refused on every rank."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fits(folder: Path) -> Seen:
-    """All fits."""
+    """Results of all fits."""
     return ranks_of(folder, {2: TWO, 4: FOUR, 1: {**ONE, **AFTER}})
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_as_users_have_them_train_as_in_one_process(fits: Seen, name: str):
-    """Tensors that are not contiguous, forward or backward, and batches of more lengths than schedules are kept."""
+    """Tensors may be non-contiguous, forward or backward, and batches may have more lengths than cached schedules."""
     (alone,) = fits[f"one {TWO[name].model}"]
     for seen in fits[name]:
         assert difference(seen, alone, "losses") <= TOLERANCE
@@ -79,12 +79,12 @@ def test_layers_as_users_have_them_train_as_in_one_process(fits: Seen, name: str
 
 
 def test_lengths_that_have_been_seen_cost_no_extra_pass(fits: Seen):
-    """Four microbatches in each of twelve steps, one pass for each of six lengths, and four that compare rows."""
+    """The first layer runs 4 times in each of 12 steps, once for each of 6 lengths, and 4 times to compare rows."""
     assert fits["lengths"][0]["extra"]["passes"] == 12 * 4 + 6 + 4
 
 
 def test_what_a_step_counts_is_counted_once(fits: Seen):
-    """Before the network's call on every rank, behind it on the last; buffers around the network are on all."""
+    """Code before the network's call runs on every rank, code after it on the last; buffers are updated on all."""
     (alone,) = fits["one counters"]
     for seen in fits["counters"]:
         for name in ("rows", "batches", "counted behind"):
@@ -95,7 +95,7 @@ def test_what_a_step_counts_is_counted_once(fits: Seen):
 
 @pytest.mark.parametrize(("name", "holders"), [("outputs", [False, True]), ("outputs, all", [True, True])])
 def test_only_the_last_stage_has_whole_outputs_unless_all_ask_for_them(fits: Seen, name: str, holders: list[bool]):
-    """Others have no tensor of their shape; losses, logged values and metrics are those of one process everywhere."""
+    """Other ranks have no tensor of that shape; losses, logged values and metrics match one process on every rank."""
     (alone,) = fits["one outputs"]
     for seen, is_holder in zip(fits[name], holders, strict=True):
         assert (seen["extra"]["whole outputs"] > 0) is is_holder
@@ -107,7 +107,7 @@ def test_only_the_last_stage_has_whole_outputs_unless_all_ask_for_them(fits: See
 
 
 def test_a_logger_that_only_the_last_stage_would_use_is_an_error_on_every_rank(fits: Seen):
-    """It would write nothing there; with outputs for all, rank 0 writes."""
+    """Such a logger would write nothing, so every rank raises an error; with outputs on all ranks, rank 0 writes."""
     for seen in fits["own logger"]:
         assert "training_step uses self.logger.log_metrics" in seen["error"]
         assert "outputs: all" in seen["error"]
@@ -117,7 +117,7 @@ def test_a_logger_that_only_the_last_stage_would_use_is_an_error_on_every_rank(f
 
 
 def test_inputs_of_other_shapes_train_as_before(fits: Seen):
-    """A step may give the network other shapes for a batch of the same ones."""
+    """A step may pass the network other shapes for batches of the same shape."""
     assert [seen["step"] for seen in fits["trim"]] == [12, 12]
 
 
@@ -130,9 +130,9 @@ def test_stages_drop_different_features(fits: Seen):
 
 @pytest.mark.parametrize("name", ["draws", "draws, resumed", "draws, all"])
 def test_hooks_draw_the_same_numbers_on_all_ranks(fits: Seen, name: str):
-    """Also after the fetching rank alone has drawn, or stages with dropout, or the last rank at the end of a step."""
+    """Hooks draw the same numbers even after the fetching rank, stages with dropout or the last rank have drawn."""
     first, second = (seen["extra"]["draws"] for seen in fits[name])
-    assert len(set(first.values())) == len(first) > 20  # an epoch's
+    assert len(set(first.values())) == len(first) > 20  # an epoch draws more than 20 times
     assert len(set(second.values())) == len(second)
     assert {where.partition(",")[0] for where in first} >= {"on_train_epoch_start", "validation_step"}
     assert {where.partition(",")[0] for where in second} >= {"training_step", "validation_step"}
@@ -140,7 +140,7 @@ def test_hooks_draw_the_same_numbers_on_all_ranks(fits: Seen, name: str):
 
 
 def test_a_resumed_pipeline_draws_as_one_without_an_interruption(fits: Seen):
-    """In hooks and in stages, whose dropout shows in losses and weights."""
+    """A resumed pipeline draws the same numbers in hooks and in stages, whose dropout affects losses and weights."""
     for whole, resumed in zip(fits["draws"], fits["draws, resumed"], strict=True):
         expected, found = whole["extra"]["draws"], dict(resumed["extra"]["draws"])
         repeated = found.pop("on_train_epoch_start, epoch 0, step 4, batch -1")
@@ -164,14 +164,14 @@ def test_a_resumed_pipeline_draws_as_one_without_an_interruption(fits: Seen):
     ],
 )
 def test_what_one_rank_refuses_is_an_error_on_every_rank(fits: Seen, name: str, message: str):
-    """Within the step, also in the middle of a training: no rank waits for its timeout."""
+    """Every rank raises the error within the step, even in mid-training, so no rank waits for a timeout."""
     for seen in fits[name]:
         assert message in seen["error"]
 
 
 @pytest.mark.parametrize("name", ["tied", "tied, replicas"])
 def test_tied_weights_train_as_in_one_process(fits: Seen, name: str):
-    """With clipping, accumulation and decay: copies have the sum of gradients, count once, and share a group."""
+    """With clipping, accumulation and decay, tied weights sum their gradients, count once, and share a group."""
     (alone,) = fits["one tied"]
     for seen in fits[name]:
         assert difference(seen, alone, "losses") <= TOLERANCE
@@ -180,7 +180,7 @@ def test_tied_weights_train_as_in_one_process(fits: Seen, name: str):
 
 
 def test_a_checkpoint_has_tied_weights_once(fits: Seen, folder: Path):
-    """Under both names, with one state of the optimizer, as from one process; other numbers of stages go on from it."""
+    """Tied weights have both names and one optimizer state, as in one process; four stages resume from them."""
     ours, theirs = (
         torch.load(folder / name, weights_only=False) for name in ("tied until 3.ckpt", "one tied until 3.ckpt")
     )
@@ -195,7 +195,7 @@ def test_a_checkpoint_has_tied_weights_once(fits: Seen, folder: Path):
 
 
 def test_hooks_see_the_norm_over_all_stages(fits: Seen):
-    """In any p-norm, on every rank."""
+    """Hooks on every rank see the norm over all stages, for any p-norm."""
     (alone,) = fits["one norms"]
     for seen in fits["norms"]:
         assert difference(seen["extra"], alone["extra"], "norms") <= 10 * TOLERANCE  # the 1-norm is about 10
@@ -203,7 +203,7 @@ def test_hooks_see_the_norm_over_all_stages(fits: Seen):
 
 @pytest.mark.parametrize("name", ["meta", "meta, replicas"])
 def test_layers_on_the_meta_device_are_made_on_their_own_stage(fits: Seen, name: str):
-    """Each rank has its part, initialized unlike the other stage's; replicas begin equal and train."""
+    """Each rank holds only its stage, initialized unlike the other stage; replicas start equal and train."""
     first, second = (fits[name][rank]["extra"] for rank in (0, 1))
     weights = fits[name][0]["weights"]
     assert first["held"] + second["held"] == sum(weight.numel() for weight in weights.values())

@@ -1,4 +1,4 @@
-"""strategy=pipeline with losses that are no mean over equal rows: as one process, or refused on every rank."""
+"""strategy=pipeline with losses that are not a mean over equal rows: as in one process, or refused on all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOUR = {
 
 @pytest.fixture(scope="module")
 def fits(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """All fits."""
+    """Results of all fits."""
     return ranks_of(tmp_path_factory.mktemp("losses"), {1: ONE, 2: TWO, 4: FOUR})
 
 
@@ -43,7 +43,7 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     ],
 )
 def test_a_declared_loss_trains_as_one_process_does(fits: Seen, name: str, model: str):
-    """Losses and weights agree with those of one process, also where all labels of a microbatch are padding."""
+    """Losses and weights match one process, even if all labels of a microbatch are padding."""
     (alone,) = fits[f"one {model}"]
     for seen in fits[name]:
         assert difference(seen, alone, "losses") <= TOLERANCE
@@ -52,7 +52,7 @@ def test_a_declared_loss_trains_as_one_process_does(fits: Seen, name: str, model
 
 @pytest.mark.parametrize("kind", ["sum", "padded"])
 def test_replicas_count_as_with_ddp(fits: Seen, kind: str):
-    """The mean over replicas of each one's loss, whatever that sums or averages over."""
+    """As with DDP, losses are averaged over replicas, whatever each replica's loss sums or averages over."""
     ours, ddp = fits[f"{kind}, replicas"][0], fits[f"{kind}, DDP"][0]
     for key in ("losses", "weights"):
         assert difference(ours, ddp, key) <= TOLERANCE
@@ -68,7 +68,7 @@ def test_replicas_count_as_with_ddp(fits: Seen, kind: str):
     ],
 )
 def test_a_loss_that_is_not_declared_is_refused_on_every_rank(fits: Seen, name: str, messages: list[str]):
-    """Ranks of all stages and replicas raise the same error, which has both numbers and says what to declare."""
+    """All stages and replicas raise the same error, which has both numbers and names the missing declaration."""
     errors = [seen["error"] for seen in fits[name]]
     assert len(set(errors)) == 1
     for message in messages:

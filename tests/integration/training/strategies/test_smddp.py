@@ -1,4 +1,4 @@
-"""strategy=smddp on a stand-in of SageMaker's library, which refuses what the library does not support."""
+"""strategy=smddp on a stand-in for SageMaker's library, which refuses what the library does not support."""
 
 import json
 import os
@@ -19,14 +19,14 @@ from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 
-# Samples: some seconds of steps, since an interruption is noticed within one, and enough to train.
+# Samples: MANY take several seconds, because an interruption is noticed only within 1 s; FEW are enough to train.
 MANY, FEW = 1000, 100
 STAND_IN = REPOSITORY / "tests/fakes/smdistributed_stand_in"
 LIBRARY = {"PYTHONPATH": python_path(REPOSITORY, STAND_IN)}
 
 
 def train(folder, strategy, num_samples, *options):
-    """Train on two hosts, from which SMDDP may be used, and a data host; returns what each rank saw, and the log."""
+    """Train on two hosts that support SMDDP and a data host; return what each rank saw, and the log."""
     groups = ["--group", "trainer=2:ml.p4d.24xlarge", "--group", "data=1:ml.c5.xlarge"]
     arguments = [
         "--data.num_samples",
@@ -54,13 +54,13 @@ def train(folder, strategy, num_samples, *options):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """What the ranks of a job with strategy=smddp saw."""
+    """Results of each rank of a job with strategy=smddp."""
     ranks, _ = train(tmp_path_factory.mktemp("smddp"), "smddp", FEW)
     return ranks
 
 
 def test_a_run_on_smddp_ends_with_the_weights_of_one_process(seen):
-    """With prepare_data, a data host, and metrics of every kind."""
+    """A job with prepare_data, a data host and metrics of every kind ends with the weights of one process."""
     assert [(rank["strategy"], rank["backend"], rank["step"]) for rank in seen] == [
         ("SMDDPStrategy", "smddp", FEW // 2)
     ] * 2
@@ -82,7 +82,7 @@ def test_a_run_on_smddp_ends_with_the_weights_of_one_process(seen):
 
 
 def test_ranks_reduce_as_with_any_backend(seen):
-    """Means, maxima and decisions are right, though SMDDP itself only adds up."""
+    """Means, maxima, minima and decisions are correct, although SMDDP supports only sums."""
     for rank in seen:
         reduced = {name: rank["metrics"][name] for name in ("mean", "max", "min")}
         assert reduced == {"mean": 1.5, "max": 2.0, "min": 1.0}
@@ -91,7 +91,7 @@ def test_ranks_reduce_as_with_any_backend(seen):
 
 @pytest.mark.proof
 def test_an_interrupted_run_ends_with_the_weights_of_ddp_bit_by_bit(tmp_path):
-    """All ranks agree on a checkpoint; metrics and decisions are the same, too: Gloo adds up for both strategies."""
+    """An interrupted SMDDP job matches DDP, even in metrics and decisions, because Gloo sums for both strategies."""
     (tmp_path / "smddp").mkdir()
     (tmp_path / "ddp").mkdir()
     interrupted, output = train(tmp_path / "smddp", "smddp", MANY, "--fault", "interrupt@step=5")
@@ -109,7 +109,7 @@ def test_an_interrupted_run_ends_with_the_weights_of_ddp_bit_by_bit(tmp_path):
 @pytest.mark.mpi
 @NEEDS_MPIRUN
 def test_the_ranks_may_come_from_mpirun():
-    """As in AWS's own images, which start it for this library."""
+    """Ranks may be started by mpirun, as in AWS's images, which use mpirun for this library."""
     with tempfile.TemporaryDirectory(prefix="smddp") as folder:
         hosts = Hosts(Path(folder), {"trainer": ["algo-2", "algo-1"]}, instance_types={"trainer": "ml.p4d.24xlarge"})
         end = mpirun(
@@ -127,7 +127,7 @@ def test_the_ranks_may_come_from_mpirun():
 @pytest.mark.proof
 @pytest.mark.parametrize(("what", "refused"), [("prepare", "new_group()"), ("log", "ReduceOp.AVG")])
 def test_lightnings_own_ddp_does_what_smddp_refuses(what, refused):
-    """The stand-in finds both faults of Lightning issue 20409: what passes on it avoids them."""
+    """The stand-in reproduces both faults of Lightning issue 20409, so code that passes on it avoids them."""
     ended = subprocess.run(
         [sys.executable, str(SCRIPTS / "stock_ddp_on_smddp.py"), what],
         env={**os.environ, **LIBRARY},

@@ -1,4 +1,4 @@
-"""Collating into a slot gives what torch's default_collate gives, without taking fresh memory."""
+"""Collating into a slot gives the result of torch's default_collate without allocating memory."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ leaves = st.one_of(
 
 
 def containers(makers):
-    """Return a strategy for makers of containers of what the given makers make."""
+    """Return a strategy for makers of containers, which the given makers fill."""
     lists = st.lists(makers, min_size=1, max_size=3)
     return st.one_of(
         lists.map(lambda items: lambda rng: [make(rng) for make in items]),
@@ -107,7 +107,7 @@ def containers(makers):
 @settings(max_examples=200)
 @given(st.recursive(leaves, containers, max_leaves=6), st.integers(1, 5), st.integers(0, 2**32))
 def test_result_equals_that_of_torch(make, num_samples, seed):
-    """For nested samples of any kind the result, or the error, is that of default_collate, before and after sending."""
+    """For nested samples of any kind, the result or error equals default_collate's, before and after sending."""
     rng = np.random.default_rng(seed)
     samples = [make(rng) for _ in range(num_samples)]
     expected = outcome(default_collate, samples)
@@ -141,7 +141,7 @@ def odd_samples():
 
 @pytest.mark.parametrize("name", odd_samples())
 def test_samples_that_cannot_be_stacked_in_place(name):
-    """What cannot be stacked into given memory behaves as with default_collate: the result, its graph, or the error."""
+    """Samples that cannot be stacked into given memory give default_collate's result, graph or error."""
     samples = odd_samples()[name]
     arena = make_arena()
     received = outcome(partial(collate_into, default_collate, arena=arena), samples)
@@ -157,7 +157,7 @@ def test_samples_that_cannot_be_stacked_in_place(name):
 
 
 def test_result_is_contiguous_as_in_a_worker():
-    """Where stack() alone would keep channels-last strides the result is contiguous, as in a DataLoader's workers."""
+    """The result is contiguous, as in a DataLoader's worker, even if stack() would keep channels-last strides."""
     samples = [torch.rand(2, 4, 5, 3).permute(0, 3, 1, 2) for _ in range(2)]
     received, expected = collate_into(default_collate, samples, make_arena()), default_collate(samples)
     assert received.is_contiguous()
@@ -165,7 +165,7 @@ def test_result_is_contiguous_as_in_a_worker():
 
 
 def test_tensors_lie_in_the_arena():
-    """Stacked tensors and arrays lie in the arena, so that pickling copies only the small rest."""
+    """Stacked tensors and arrays lie in the arena, so pickling copies only the small rest."""
     arena = make_arena()
     batch = collate_into(default_collate, [(torch.ones(10, 10), np.ones(5), 3)] * 8, arena)
     used = arena.used
@@ -176,7 +176,7 @@ def test_tensors_lie_in_the_arena():
 
 
 def test_user_function_runs_as_it_is():
-    """A user's collate function gets the samples, and its result is not touched."""
+    """A user's collate function gets the samples, and its result is returned unchanged."""
     arena = make_arena()
     samples = [torch.ones(3)]
     assert collate_into(lambda given: given, samples, arena) is samples
@@ -192,20 +192,20 @@ def test_changes_of_torchs_map_are_respected(monkeypatch):
 
 
 def test_batch_larger_than_the_arena_is_an_error():
-    """A batch that does not fit is refused while it is made."""
+    """A batch that does not fit is refused while it is built."""
     with pytest.raises(BatchTooLargeError, match="max_batch_bytes"):
         collate_into(default_collate, [torch.ones(1000)] * 2, make_arena(1024))
 
 
 def count_page_faults(collate, samples):
-    """Return how many pages the kernel had to find for one batch."""
+    """Return the number of page faults for one batch."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     collate(samples)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 def test_stacking_into_the_arena_takes_no_fresh_memory():
-    """After the first batch, stacking 16 MB into the arena faults in almost no page; filling fresh memory thousands."""
+    """After the first batch, stacking 16 MB into the arena faults in almost no pages; fresh memory needs thousands."""
     samples = [torch.full((512, 512), float(number)) for number in range(16)]
     arena = make_arena(17 << 20)
     collate = partial(collate_into, default_collate, arena=arena)
@@ -216,7 +216,7 @@ def test_stacking_into_the_arena_takes_no_fresh_memory():
 
     once_more(samples)
     assert min(count_page_faults(once_more, samples) for _ in range(3)) < 50
-    # Not default_collate: whether its memory is fresh depends on what this process has freed before.
+    # Compare with fresh memory: default_collate may reuse memory that this process has freed before.
     with mmap.mmap(-1, 16 << 20) as fresh:
         fresh.madvise(mmap.MADV_NOHUGEPAGE)
         assert count_page_faults(fresh.write, bytes(16 << 20)) > 1000

@@ -1,4 +1,4 @@
-"""Batches of every kind go through a slot of shared memory, and keep it as long as they need it."""
+"""Batches of every kind are sent through a slot of shared memory, and keep it as long as they need it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_sm.errors import BatchTooLargeError, BatchTypeError, WireError
 
 
 class Slot(np.ndarray):
-    """What a ring hands out: an array whose end of life is watched."""
+    """A slot as a ring hands it out: an array whose lifetime is watched."""
 
 
 class Point(NamedTuple):
@@ -37,7 +37,7 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """A dataclass, whose ``__init__`` does not run where it arrives."""
+    """A dataclass whose ``__init__`` must not run when it arrives."""
 
     corners: Any
 
@@ -47,7 +47,7 @@ class Box:
 
 
 class Graph:
-    """An object with attributes, and without equality."""
+    """An object with attributes and without ``__eq__``."""
 
     def __init__(self, **attributes):
         vars(self).update(attributes)
@@ -64,12 +64,12 @@ class Colour(enum.Enum):
 
 
 def make_slot(nbytes=1 << 20):
-    """Return memory as an object whose end can be watched."""
+    """Return a slot whose lifetime can be watched."""
     return np.zeros(nbytes, np.uint8).view(Slot)
 
 
 def send(batch, nbytes=1 << 20):
-    """Return what arrives: the batch, rebuilt from a copy of the slot's used bytes."""
+    """Return the batch that arrives, rebuilt from a copy of the slot's used bytes."""
     arena = Arena(make_slot(nbytes))
     structure = pickle_batch(batch, arena)
     received = make_slot(arena.used)
@@ -79,14 +79,14 @@ def send(batch, nbytes=1 << 20):
 
 @pytest.fixture
 def deterministic():
-    """As in a training with ``Trainer(deterministic=True)``."""
+    """Use deterministic algorithms, as ``Trainer(deterministic=True)`` does."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def quietly(make):
-    """Return what ``make`` returns, without torch's warnings about kinds of tensors that it may change."""
+    """Return what ``make`` returns, without torch's warnings about experimental kinds of tensors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make()
@@ -132,7 +132,7 @@ def assert_same_tensors(received, sent):
 
 
 def raw_bytes(tensor):
-    """Return the bytes of a tensor's elements in their order: torch compares not every dtype."""
+    """Return the bytes of a tensor's elements in order, because torch cannot compare every dtype."""
     rows = tensor.detach().resolve_conj().resolve_neg()
     rows = rows.int_repr() if rows.is_quantized else rows
     itemsize, flat = rows.element_size(), torch.empty(0, dtype=torch.uint8).set_(rows.untyped_storage()).numpy()
@@ -144,7 +144,7 @@ def raw_bytes(tensor):
 
 
 def every_dtype():
-    """Return a tensor of every dtype that torch has but quantized ones, by name."""
+    """Return a tensor of every torch dtype except the quantized ones, by name."""
     names = {str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
     found = {}
     for name in sorted(name for name in names if not name.startswith("q")):
@@ -213,20 +213,20 @@ BATCHES = {
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_a_batch_arrives(batch):
-    """Whatever a worker of DataLoader may return, with types, layouts, flags and bits."""
+    """Whatever a DataLoader worker may return arrives with the same types, layouts, flags and bits."""
     assert_same(quietly(lambda: send(batch)), batch)
 
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("name", every_dtype())
 def test_a_tensor_arrives_where_algorithms_are_deterministic(name):
-    """PyTorch then fills memory that it allocates, which it cannot for every dtype."""
+    """Every dtype arrives even if PyTorch fills the memory that it allocates, which not every dtype supports."""
     sent = every_dtype()[name]
     assert raw_bytes(send(sent)) == raw_bytes(sent)
 
 
 def test_objects_of_a_class_that_has_no_name_arrive():
-    """As of a script that only the trainer has run: its classes come by value, and go back by value."""
+    """Classes of a script that only the trainer has run arrive by value, and are sent back by value."""
 
     class Local:
         def __init__(self, x):
@@ -240,7 +240,7 @@ def test_objects_of_a_class_that_has_no_name_arrive():
 
 
 def test_what_cannot_be_pickled_is_an_error():
-    """It says why, and what to return instead; what was written to the slot before is of no harm."""
+    """The error gives the reason, and what to return instead."""
     arena = Arena(make_slot())
     with pytest.raises(BatchTypeError, match=r"cannot be pickled: .*lock.*return tensors, arrays, and objects"):
         pickle_batch([torch.ones(1000), threading.Lock()], arena)
@@ -248,13 +248,13 @@ def test_what_cannot_be_pickled_is_an_error():
 
 @pytest.mark.parametrize("batch", [torch.ones(1000), [1] * 1000, {"x": np.ones(500)}], ids=["tensor", "list", "array"])
 def test_a_batch_that_is_too_large_names_the_setting(batch):
-    """Its memory does not fit, or its pickle."""
+    """If the memory or the pickle of a batch does not fit, the error names the setting."""
     with pytest.raises(BatchTooLargeError, match=r"but a slot has 1024\. Raise data_service\.max_batch_bytes"):
         send(batch, nbytes=1024)
 
 
 def test_what_occurs_twice_is_one_object():
-    """It is sent once."""
+    """An object that occurs twice in a batch is sent once, and arrives as one object."""
     tensor, array = torch.ones(1000), np.ones(1000)
     arena = Arena(make_slot())
     received = unpickle_batch(
@@ -266,7 +266,7 @@ def test_what_occurs_twice_is_one_object():
 
 
 def test_views_of_one_memory_stay_views_of_one_memory():
-    """A change of one shows in the others, as within a worker, and the memory is sent once."""
+    """Views of one memory still share it when they arrive, and the memory is sent once."""
     base = torch.arange(1000.0)
     arena = Arena(make_slot())
     batch = {"base": base, "part": base[100:900], "rows": base.view(10, 100).t()}
@@ -277,7 +277,7 @@ def test_views_of_one_memory_stay_views_of_one_memory():
 
 
 def test_a_small_part_of_a_large_memory_goes_alone():
-    """One sample of a dataset in memory does not bring the others along."""
+    """A view of a small part is sent without the rest, such as one sample of a dataset in memory."""
     base = torch.arange(100_000)
     arena = Arena(make_slot())
     structure = pickle_batch([base[5:10], base[1000:2000:2]], arena)
@@ -288,7 +288,7 @@ def test_a_small_part_of_a_large_memory_goes_alone():
 
 
 def test_what_lies_in_the_slot_is_not_copied():
-    """What the collate function put there stays where it is."""
+    """Memory that the collate function has placed in the slot is not copied."""
     arena = Arena(make_slot())
     tensor = torch.frombuffer(arena.allocate(40_000), dtype=torch.float32).view(10, 1000)
     before = arena.used
@@ -299,7 +299,7 @@ def test_what_lies_in_the_slot_is_not_copied():
 
 
 def test_large_memory_is_not_copied_where_it_arrives():
-    """Tensors and arrays are writable views of the slot."""
+    """Tensors and arrays that arrive are writable views of the slot."""
     arena = Arena(make_slot())
     structure = pickle_batch([torch.zeros(100), np.zeros(100)], arena)
     data = make_slot(arena.used)
@@ -326,7 +326,7 @@ VIEWS = {
 @pytest.mark.parametrize("is_view", [True, False], ids=["view", "owner"])
 @pytest.mark.parametrize("name", VIEWS)
 def test_the_slot_lives_as_long_as_any_view_of_it(name, is_view):
-    """Its finalizer runs when the last view of any kind is gone, and not before: then the slot is written again."""
+    """The slot is written again only when the last view of any kind is gone, which runs its finalizer."""
     components = [torch.ones(200), torch.ones(300)]
     source = {"tensor": torch.ones(100), "strided": torch.ones(100, 100).t(), "array": np.ones(100)}
     source["sparse"] = torch.eye(100).to_sparse()
@@ -345,7 +345,7 @@ def test_the_slot_lives_as_long_as_any_view_of_it(name, is_view):
 
 @pytest.mark.parametrize("structure", [b"", b"\0" * 15, struct.pack("<QQ", 60, 5), struct.pack("<QQ", 2**63, 2**63)])
 def test_a_structure_that_does_not_fit_is_refused(structure):
-    """Empty, cut, or beyond the bytes that have arrived."""
+    """A structure that is empty, cut, or beyond the bytes that have arrived is refused."""
     with pytest.raises(WireError, match="of a batch"):
         unpickle_batch(structure, make_slot(64))
 

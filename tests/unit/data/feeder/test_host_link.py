@@ -1,4 +1,4 @@
-"""The connection of a rank to a data host; the test plays the host."""
+"""Tests of a rank's connection to a data host, with a fake host."""
 
 import threading
 
@@ -12,12 +12,12 @@ CREDENTIALS = Credentials("job", "token")
 
 
 class SlowHost:
-    """A data host that takes a heartbeat only when the test says so.
+    """A fake data host that answers a heartbeat only when the test allows it.
 
     Attributes:
-        has_heartbeat: Whether one has come.
-        may_answer: Whether it may be taken.
-        taken: The calls in the order in which the host has taken them.
+        has_heartbeat: Set when a heartbeat has arrived.
+        may_answer: Set when the host may answer it.
+        taken: The calls, in the order in which the host answered them.
     """
 
     context = None
@@ -27,7 +27,7 @@ class SlowHost:
         self.taken = []
 
     def unary(self, name, request, timeout_s):
-        """Take a call."""
+        """Answer a call."""
         if name == "Heartbeat":
             self.has_heartbeat.set()
             assert self.may_answer.wait(TIMEOUT_S)
@@ -35,7 +35,7 @@ class SlowHost:
         return HostReport("algo-3", workers=1, busy=0, queued=0).encode()
 
     def close(self):
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
 
 class Owner:
@@ -45,14 +45,14 @@ class Owner:
 
 
 def test_a_host_takes_no_heartbeat_after_the_end_of_a_training(monkeypatch):
-    """It would wait for this rank until its lease has ended, and say that the connection was lost."""
+    """No heartbeat follows Finish: the host would wait for the rank's lease, and report a lost connection."""
     monkeypatch.setattr(host_link, "GrpcChannel", SlowHost)
     link = HostLink("algo-3:1", CREDENTIALS, HeartbeatRequest("rank 0", 1), Owner())
     host = link._channel
     assert host.has_heartbeat.wait(TIMEOUT_S)
     ends = threading.Thread(target=link.finish)
     ends.start()
-    ends.join(0.3)  # it would have told the host by then
+    ends.join(0.3)  # long enough for a premature Finish
     host.may_answer.set()
     ends.join(TIMEOUT_S)
     assert host.taken == ["Heartbeat", "Finish"]

@@ -1,4 +1,4 @@
-"""The batches of an iterator in the feeder: requests, slots, windows, ends, and delivery in order."""
+"""Tests of an iterator's batches in the feeder: requests, slots, windows, ends, and delivery in order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ring():
 
 
 def make(ring, request=REQUEST, num_batches=0, *, is_end=False, **options):
-    """Return a buffer that knows the indices of some batches, and the free slots of its ring."""
+    """Return a buffer with the indices of some batches, and the free slots of its ring."""
     free = list(range(ring.num_slots))
     buffer = IteratorBuffer(request, ring, free, **options)
     if not request.is_stream:
@@ -70,7 +70,7 @@ def answer(buffer, request_id, header):
 
 
 def test_a_request_has_what_the_sampler_has_yielded(ring):
-    """Its batches are counted from the first of the epoch, not of the run that goes on with it."""
+    """A request has the sampler's indices, and counts batches from the start of the epoch, even in a resumed run."""
     buffer, free = make(ring, num_batches=5)
     spec = FetchSpec.decode(buffer.reserve(1, StepRange(2, 3)))
     assert spec == FetchSpec("train", 1, 2, -3, 12, 3, [pickle.dumps([n, n + 1]) for n in (2, 3, 4)])
@@ -79,7 +79,7 @@ def test_a_request_has_what_the_sampler_has_yielded(ring):
 
 
 def test_a_stream_has_no_indices(ring):
-    """Each of its batches may be requested at once, and messages name none."""
+    """A stream has no indices: each of its batches may be requested at once, and messages name none."""
     buffer, _ = make(ring, STREAM)
     assert buffer.known > 1 << 60
     assert FetchSpec.decode(buffer.reserve(1, StepRange(0, 2))).indices == []
@@ -87,7 +87,7 @@ def test_a_stream_has_no_indices(ring):
 
 
 def test_without_a_free_slot_there_is_no_request(ring):
-    """A request that ends gives its slot back."""
+    """Every request needs a free slot, and returns it when it is dropped."""
     buffer, free = make(ring, num_batches=9)
     requests = [buffer.reserve(number, StepRange(number, 1)) for number in range(4)]
     assert [one is None for one in requests] == [False, False, False, True]
@@ -98,7 +98,7 @@ def test_without_a_free_slot_there_is_no_request(ring):
 
 
 def test_a_slot_is_free_only_once_nothing_is_written_to_it(ring):
-    """A request may be cancelled while a piece of its answer arrives."""
+    """If a request is cancelled while a piece of its answer arrives, its slot is free only after that piece."""
     buffer, free = make(ring, num_batches=1)
     buffer.reserve(1, StepRange(0, 1))
     buffer.take_header(1, header_of(1, 100))
@@ -112,7 +112,7 @@ def test_a_slot_is_free_only_once_nothing_is_written_to_it(ring):
 
 
 def test_batches_are_delivered_in_order(ring):
-    """Whatever the order in which they arrive; the end comes behind the last, once."""
+    """Batches are delivered in order, however they arrive; the end follows the last one, once."""
     buffer, _ = make(ring, num_batches=4, is_end=True)
     for request_id, first in enumerate((0, 1, 2)):
         buffer.reserve(request_id, StepRange(first, 2 if first == 2 else 1))
@@ -135,7 +135,7 @@ def test_batches_are_delivered_in_order(ring):
 
 
 def test_the_end_may_come_behind_the_last_batch(ring):
-    """The sampler says only then that there is no more."""
+    """The end is delivered even if the sampler reports it only after the last batch."""
     buffer, _ = make(ring, num_batches=1)
     buffer.reserve(1, StepRange(0, 1))
     answer(buffer, 1, header_of(1, 10))
@@ -146,7 +146,7 @@ def test_the_end_may_come_behind_the_last_batch(ring):
 
 @pytest.mark.parametrize("comes_first", [False, True])
 def test_a_stream_ends_with_an_answer_that_has_fewer_batches(ring, comes_first):
-    """Requests beyond its end have none, whichever answer is quicker."""
+    """A stream ends with an answer that has fewer batches; requests beyond get none, whichever answer is first."""
     buffer, free = make(ring, STREAM)
     for request_id, first in enumerate((0, 2)):
         buffer.reserve(request_id, StepRange(first, 2))
@@ -162,7 +162,7 @@ def test_a_stream_ends_with_an_answer_that_has_fewer_batches(ring, comes_first):
 
 
 def test_only_streams_end_early(ring):
-    """Of an indexed dataset each batch is there."""
+    """An answer with too few batches is an error for an indexed dataset, which has every batch."""
     buffer, _ = make(ring, num_batches=2)
     buffer.reserve(1, StepRange(0, 2))
     with pytest.raises(WireError, match="only streams have an end"):
@@ -172,7 +172,7 @@ def test_only_streams_end_early(ring):
 
 
 def test_a_batch_that_does_not_fit_is_an_error():
-    """It names the step, both sizes and the setting."""
+    """The error for a batch that does not fit names the step, both sizes and the setting."""
     ring = Ring.create(1, 4096)
     buffer, _ = make(ring, num_batches=1)
     buffer.reserve(1, StepRange(0, 1))
@@ -182,7 +182,7 @@ def test_a_batch_that_does_not_fit_is_an_error():
 
 
 def test_the_window_follows_from_the_largest_batch(ring):
-    """Two batches until a size is known; then what the limit of bytes has room for."""
+    """The window is two batches until a size is known, then as many as the byte limit allows."""
     buffer, _ = make(ring, replace(REQUEST, window_bytes=10 << 12), num_batches=3)
     assert buffer.window == 2
     buffer.reserve(1, StepRange(0, 1))
@@ -204,7 +204,7 @@ def test_the_window_follows_from_the_largest_batch(ring):
     ids=["small", "slow", "large", "half a slot", "window of the user's"],
 )
 def test_a_request_is_for_as_many_batches_as_the_limits_allow(ring, batch_bytes, produce_s, is_fixed, lengths):
-    """At most twice as many as before, and an eighth of a window that the user limits; of large or slow ones, fewer."""
+    """A range at most doubles, is at most 1/8 of a fixed window, and is shorter for large or slow batches."""
     buffer, free = make(ring, replace(STREAM, is_window_fixed=is_fixed))
     found = []
     for request_id in range(3):

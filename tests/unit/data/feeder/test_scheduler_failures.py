@@ -1,4 +1,4 @@
-"""The feeder's scheduler: what happens to the steps of lost hosts and of failed requests."""
+"""The feeder's scheduler requests the steps of lost hosts and of failed requests again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_requests_of_a_lost_host_go_elsewhere_at_once(is_silent):
 
 
 def test_host_may_be_down_before_it_was_ever_up():
-    """A host that cannot be reached yet is known, for messages, and gets no requests."""
+    """A host that was never reached has a status, for messages, but gets no requests."""
     scheduler = make()
     scheduler.host_lost("c", is_silent=False)
     assert scheduler.next_requests(1.0) == []
@@ -36,7 +36,7 @@ def test_host_may_be_down_before_it_was_ever_up():
 
 
 def test_failed_request_is_asked_of_another_host():
-    """A step that failed on one host goes to another, even if that has to be waited for."""
+    """A step that failed on one host goes to another, even if it has to wait for that host."""
     scheduler = make("a", "b", window=4)
     scheduler.next_requests(0.0)
     assert not scheduler.failed(0, 1.0, retry=Retry.ELSEWHERE).is_fatal
@@ -49,7 +49,7 @@ def test_failed_request_is_asked_of_another_host():
 
 
 def test_host_that_refuses_is_left_alone_for_a_while():
-    """Refusals in a row double the pause of the host up to 2 s; an answer ends that."""
+    """Consecutive refusals double the host's pause, up to 2 s; an answer resets it."""
     scheduler, now, pauses = make("a", window=1), 0.0, []
     for _ in range(8):
         (request,) = scheduler.next_requests(now)
@@ -66,7 +66,7 @@ def test_host_that_refuses_is_left_alone_for_a_while():
 
 
 def test_batch_that_kills_workers_is_fatal():
-    """A step that kills workers is requested four times over all hosts; lost connections do not count."""
+    """A step that kills workers is given up after four requests over all hosts; lost connections do not count."""
     scheduler = make("a", "b", window=1)
     for now, host in ((1.0, "a"), (10.0, "b"), (20.0, "a")):
         (request,) = scheduler.next_requests(now)
@@ -87,7 +87,7 @@ def test_batch_that_kills_workers_is_fatal():
 
 @pytest.mark.parametrize(("hosts", "second"), [(("a", "b"), "b"), (("a",), "a")])
 def test_user_code_is_tried_once_more(hosts, second):
-    """An exception of the user's code is retried once, on another host if one is up, and then fatal with both texts."""
+    """An exception in user code is retried once, on another host if one is up; then it is fatal, with both texts."""
     scheduler = make(*hosts, window=1)
     (request,) = scheduler.next_requests(0.0)
     assert not scheduler.failed(request.request_id, 1.0, retry=Retry.ONCE, reason="KeyError: 3").is_fatal
@@ -99,7 +99,7 @@ def test_user_code_is_tried_once_more(hosts, second):
 
 
 def test_user_code_waits_for_the_other_host():
-    """The retry after an exception of the user's code waits for a free credit of another host that is up."""
+    """The retry after an exception in user code waits for a free credit of another host that is up."""
     scheduler = make("a", "b", window=3)
     scheduler.next_requests(0.0)
     scheduler.failed(0, 1.0, retry=Retry.ONCE)
@@ -111,7 +111,7 @@ def test_user_code_waits_for_the_other_host():
 
 
 def test_hopeless_failure_is_fatal_at_once():
-    """No retry where none can help; the step is neither asked again nor does it stop other steps."""
+    """A hopeless failure is not retried, and does not stop other steps."""
     scheduler = make("a", "b", window=3)
     scheduler.next_requests(0.0)
     assert scheduler.failed(0, 1.0, retry=Retry.NEVER, reason="not authorised").failures == ("not authorised",)
@@ -130,7 +130,7 @@ def test_failure_of_a_request_no_longer_needed_is_ignored():
 
 
 def test_fatal_step_is_not_asked_again_when_the_window_changes():
-    """A step that was given up stays so when the window shrinks and grows over it."""
+    """A step that was given up is not requested again when the window shrinks and grows over it."""
     scheduler = make("a", num_credits=4, window=4)
     scheduler.next_requests(0.0)
     assert scheduler.failed(3, 0.0, retry=Retry.NEVER).is_fatal
@@ -140,7 +140,7 @@ def test_fatal_step_is_not_asked_again_when_the_window_changes():
 
 
 def test_step_that_failed_on_all_quick_hosts_goes_to_the_slow_one():
-    """A slow host takes a step at once that only it can retry."""
+    """A slow host gets a step at once if no other host can retry it."""
     scheduler, now = warm({"a": 1.0, "b": 1.0, "c": 9.0})
     scheduler.host_lost("b", is_silent=False)
     scheduler.open_pass(2, 0, 100, 4)
@@ -151,7 +151,7 @@ def test_step_that_failed_on_all_quick_hosts_goes_to_the_slow_one():
 
 @pytest.mark.parametrize("retry", [Retry.ONCE, Retry.LIMITED, Retry.NEVER])
 def test_a_failed_range_is_requested_again_step_by_step(retry):
-    """Only the step that fails counts as failed; the others of its range are requested once more, each by itself."""
+    """After a range fails, its steps are requested one by one, and only a step that fails again counts as failed."""
     scheduler, (first, second) = make_with_ranges("a")
     assert (first.step_range, second.step_range) == (StepRange(4, 4), StepRange(8, 4))
     assert not scheduler.failed(first.request_id, 2.0, retry=retry, reason="one of four").is_fatal
@@ -166,7 +166,7 @@ def test_a_failed_range_is_requested_again_step_by_step(retry):
 
 
 def test_a_range_whose_host_was_lost_is_requested_as_a_whole():
-    """A lost connection says nothing about the batches."""
+    """A lost host's range is requested as a whole, because a lost connection is not the fault of the batches."""
     scheduler, (first, second) = make_with_ranges("a", "b")
     assert (first.host, second.host) == ("a", "b")
     scheduler.host_lost("a", is_silent=False)
@@ -174,7 +174,7 @@ def test_a_range_whose_host_was_lost_is_requested_as_a_whole():
 
 
 def test_the_duplicate_of_a_failed_range_may_still_answer():
-    """While another host has the same range, its steps are not requested one by one."""
+    """While the duplicate of a failed range is in flight, its steps are not requested one by one."""
     scheduler, (first, _) = make_with_ranges("a", "b")
     (hedge,) = (request for request in scheduler.next_requests(50.0) if request.step_range == first.step_range)
     assert hedge.is_hedge

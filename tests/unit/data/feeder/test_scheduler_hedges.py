@@ -1,4 +1,4 @@
-"""The feeder's scheduler: late requests are sent a second time, to the right host and not too often."""
+"""The feeder's scheduler sends duplicates of late requests to the right host, and not too often."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.fakes.schedulers import NO_END, asked, host_status, make, warm
 
 
 def hedged():
-    """Return a scheduler that has just hedged step 0, asked of host a at time 0, on host b; and the hedge."""
+    """Return a scheduler that has just hedged host a's request for step 0 on host b, the time, and both requests."""
     scheduler, now = warm({"a": 1.0, "b": 1.0})
     scheduler.open_pass(2, 0, 100, 2)
     first, second = scheduler.next_requests(now)
@@ -24,7 +24,7 @@ def hedged():
 
 
 def test_late_request_is_sent_to_another_host():
-    """After three times the median latency an idle host gets a duplicate, one at a time."""
+    """After three times the median latency, an idle host gets one duplicate of a late request."""
     scheduler, now, first, hedge = hedged()
     assert (hedge.host, hedge.first_step, hedge.is_hedge) == ("b", first.first_step, True)
     assert host_status(scheduler, "a").num_hedges == 1
@@ -35,7 +35,7 @@ def test_late_request_is_sent_to_another_host():
 
 @pytest.mark.parametrize("winner", [0, 1])
 def test_first_answer_wins(winner):
-    """The loser of a hedge is returned to be cancelled, frees its credit at once, and is refused when it comes late."""
+    """The request that loses is returned for cancelling, frees its credit at once, and its late answer is refused."""
     scheduler, now, *pair = hedged()
     assert scheduler.completed(pair[winner].request_id, now + 1.0) == (pair[1 - winner],)
     assert host_status(scheduler, pair[1 - winner].host).num_in_flight == 0
@@ -44,7 +44,7 @@ def test_first_answer_wins(winner):
 
 @pytest.mark.parametrize("loser", [0, 1])
 def test_failure_of_one_of_two_leaves_the_other(loser):
-    """While the duplicate of a failed request is in flight its step is not asked again."""
+    """While the duplicate of a failed request is in flight, the step is not requested again."""
     scheduler, now, *pair = hedged()
     assert not scheduler.failed(pair[loser].request_id, now, retry=Retry.ELSEWHERE).is_fatal
     assert scheduler.passes()[0].requests == (pair[1 - loser],)
@@ -54,7 +54,7 @@ def test_failure_of_one_of_two_leaves_the_other(loser):
 
 
 def test_fatal_failure_cancels_the_duplicate():
-    """When one of two requests of a step fails for good, the other is returned to be cancelled."""
+    """If one of two requests for a step fails for good, the other is returned for cancelling."""
     scheduler, now, first, hedge = hedged()
     decision = scheduler.failed(first.request_id, now, retry=Retry.NEVER)
     assert decision.cancel == (hedge,)
@@ -63,7 +63,7 @@ def test_fatal_failure_cancels_the_duplicate():
 
 
 def test_hedge_of_a_lost_host_is_not_sent_twice():
-    """When one of two hosts with the same step is lost, the other's request continues."""
+    """If one of two hosts with the same step is lost, the other's request continues."""
     scheduler, now, _, hedge = hedged()
     scheduler.host_lost("a", is_silent=False)
     assert scheduler.next_requests(now) == []
@@ -71,7 +71,7 @@ def test_hedge_of_a_lost_host_is_not_sent_twice():
 
 
 def test_nothing_is_late_without_samples():
-    """Before three answers there is no median, and no hedge however long a request takes."""
+    """Before three answers there is no median, so no request is hedged, however long it takes."""
     scheduler = make("a", "b", window=2)
     scheduler.next_requests(0.0)
     scheduler.completed(1, 0.1)
@@ -88,7 +88,7 @@ def test_nothing_is_late_before_the_minimum():
 
 
 def test_next_step_is_hedged_before_anything_else_is_sent():
-    """A credit that becomes free goes to the late step that the consumer needs, not to a TODO step; others wait."""
+    """A free credit goes to the late step that the consumer needs, not to a TODO step; other late steps wait."""
     scheduler, now = warm({"a": 1.0, "b": 1.0}, num_credits=2)
     scheduler.open_pass(2, 0, 100, 50)
     assert asked(scheduler.next_requests(now)) == [("a", 0), ("b", 1), ("a", 2), ("b", 3)]
@@ -100,7 +100,7 @@ def test_next_step_is_hedged_before_anything_else_is_sent():
 
 
 def test_hedge_goes_to_a_host_where_the_step_has_not_failed():
-    """Of several idle hosts one where the step has failed gets the duplicate last, and a slow one, too."""
+    """A slow host, or one where the step has failed, gets the duplicate only if no other host is idle."""
     scheduler, now = warm({"a": 1.0, "b": 9.0, "c": 1.1})
     scheduler.open_pass(2, 0, 1, 1)
     (first,) = scheduler.next_requests(now)
@@ -112,7 +112,7 @@ def test_hedge_goes_to_a_host_where_the_step_has_not_failed():
 
 
 def test_no_duplicate_goes_where_the_user_code_has_raised():
-    """A late second attempt is never duplicated on the host whose files are lost, which would end the pass."""
+    """A late second attempt is never duplicated on the host where user code raised: a second error ends the pass."""
     scheduler, now = warm({"a": 1.0, "b": 1.0})
     scheduler.open_pass(2, 0, 1, 1)
     (first,) = scheduler.next_requests(now)
@@ -126,7 +126,7 @@ def test_no_duplicate_goes_where_the_user_code_has_raised():
 
 
 def test_only_what_the_consumer_will_wait_for_is_hedged():
-    """A late request for a step that is needed only after some more answers may still be in time."""
+    """A late request is not hedged if its step is needed only after more answers, as it may still be in time."""
     scheduler, now = warm({"a": 1.0, "b": 1.0}, num_credits=2)
     scheduler.open_pass(2, 0, 100, 8)
     requests = {request.first_step: request for request in scheduler.next_requests(now)}
@@ -139,7 +139,7 @@ def test_only_what_the_consumer_will_wait_for_is_hedged():
 
 
 def test_frozen_worker_of_the_only_host_is_hedged_on_it():
-    """With one host up a duplicate goes to the same host, after ten times the median and at least 2 s."""
+    """With one host up, a duplicate goes to the same host after ten times the median, and at least 2 s."""
     for latency_s, after_s in ((1.0, 10.0), (0.01, 2.0)):
         scheduler, now = warm({"a": latency_s}, num_credits=2)
         scheduler.open_pass(2, 0, 1, 1)
@@ -149,14 +149,14 @@ def test_frozen_worker_of_the_only_host_is_hedged_on_it():
 
 
 def test_hedges_cost_a_part_of_the_work():
-    """Beyond the burst, what hedged batches cost is at most a twentieth of the work, also where they are heavy."""
+    """Beyond the burst, hedges cost at most a twentieth of the work, even if the hedged batches are heavy."""
     scheduler, now = warm({"a": 1.0, "b": 1.0, "c": 1.0}, num_credits=4)
     scheduler.open_pass(2, 0, NO_END, 64)
     work_s = hedged_s = 0.0
     slow = set()
     for _ in range(400):
         for request in scheduler.next_requests(now):
-            if request.first_step % 8 == 0:  # heavy, wherever it is built
+            if request.first_step % 8 == 0:  # heavy on every host
                 slow.add(request.request_id)
         in_flight = {r.request_id: r for r in scheduler._requests.values()}
         now += 1.0
@@ -172,7 +172,7 @@ def test_hedges_cost_a_part_of_the_work():
 
 
 def test_small_budget_stops_hedges(monkeypatch):
-    """A burst that is used up stops hedges until more work was done, but for what is awaited, much later."""
+    """Once the burst is used up, hedges wait until more work is done, except, much later, for the awaited step."""
     monkeypatch.setattr(scheduler_module, "HEDGE_BURST", -1)
     monkeypatch.setattr(scheduler_module, "HEDGE_BUDGET", 0.0)
     scheduler, now = warm({"a": 1.0, "b": 1.0, "c": 1.0})
@@ -186,7 +186,7 @@ def test_small_budget_stops_hedges(monkeypatch):
 
 
 def test_a_withdrawn_hedge_costs_nothing():
-    """A request that found no slot was never sent."""
+    """A hedge withdrawn for lack of a slot was never sent, and costs neither budget nor a credit."""
     scheduler, _, _, hedge = hedged()
     scheduler.withdraw(hedge)
     assert host_status(scheduler, "a").num_hedges == 0
@@ -194,7 +194,7 @@ def test_a_withdrawn_hedge_costs_nothing():
 
 
 def answer_one_by_one(scheduler, now, latency_s, number):
-    """Answer requests of pass 1, one at a time; return the time."""
+    """Answer requests of pass 1 one at a time, and return the time."""
     for _ in range(number):
         (request,) = scheduler.next_requests(now)
         now += latency_s
@@ -204,7 +204,7 @@ def answer_one_by_one(scheduler, now, latency_s, number):
 
 
 def test_three_answers_are_enough_to_know_what_is_late():
-    """From the third on there is a median."""
+    """From the third answer on, there is a median, and a request can be late."""
     scheduler = make("a", "b", window=1)
     now = answer_one_by_one(scheduler, 0.0, 1.0, 2)
     scheduler.next_requests(now)
@@ -220,7 +220,7 @@ def test_three_answers_are_enough_to_know_what_is_late():
     [((1.0, 2.0, 32), 1.0), ((1.0, 2.0, 33), 2.0), ((2.0, 1.0, 31), 2.0), ((2.0, 1.0, 32), 1.0)],
 )
 def test_the_median_is_that_of_the_last_64_answers(latencies_s, median_s):
-    """Older ones are forgotten, one by one."""
+    """The median covers the last 64 answers; older ones are forgotten one by one."""
     before_s, after_s, number = latencies_s
     scheduler = make("a", "b", window=1, stop=NO_END)
     now = answer_one_by_one(scheduler, 0.0, before_s, 70)
@@ -230,7 +230,7 @@ def test_the_median_is_that_of_the_last_64_answers(latencies_s, median_s):
 
 
 def test_streams_are_never_hedged():
-    """A second host would read the stream from its beginning."""
+    """Streams are never hedged, because a second host would read the stream from its beginning."""
     scheduler = make("a", "b")
     scheduler.close_pass(1)
     scheduler.open_pass(1, 0, NO_END, 1, may_hedge=False)
@@ -242,7 +242,7 @@ def test_streams_are_never_hedged():
 
 @pytest.mark.parametrize("latency_s", [0.5, 4.0])
 def test_as_many_hedges_as_the_burst_are_open_at_a_time(latency_s, monkeypatch):
-    """Without a budget for more: so many late batches have a second request, however heavy they are; then none."""
+    """Without a budget, only as many late batches are hedged at a time as the burst allows, however heavy they are."""
     monkeypatch.setattr(scheduler_module, "HEDGE_BUDGET", 0.0)
     monkeypatch.setattr(scheduler_module, "HEDGE_BURST", -1)
     scheduler, now = warm({"a": latency_s, "b": latency_s}, num_credits=3)

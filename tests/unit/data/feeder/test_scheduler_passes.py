@@ -1,4 +1,4 @@
-"""The feeder's scheduler: which steps of which pass are asked of whom, and what it tells of that."""
+"""Tests of the feeder's scheduler: which steps of a pass it requests from which host, and its status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_free_credits_take_the_oldest_steps_in_turn():
 
 
 def test_window_counts_from_the_oldest_step_not_taken():
-    """Answers alone do not move the window; the consumer's taking them does, as far as the last step."""
+    """The window moves when the consumer takes a step, not when an answer arrives, and ends at the last step."""
     scheduler = make("a", num_credits=8, window=3, stop=5)
     requests = scheduler.next_requests(0.0)
     assert asked(requests) == [("a", 0), ("a", 1), ("a", 2)]
@@ -42,7 +42,7 @@ def test_window_counts_from_the_oldest_step_not_taken():
 
 
 def test_position_cannot_pass_a_step_that_is_not_ready():
-    """To advance over a step that is not ready is an error, to advance to where the pass is, or back, is nothing."""
+    """Advancing past a step that is not ready is an error; advancing to the current step, or back, does nothing."""
     scheduler = make("a", num_credits=4)
     scheduler.next_requests(0.0)
     scheduler.completed(0, 1.0), scheduler.completed(2, 1.0)
@@ -62,7 +62,7 @@ def test_resumed_pass_begins_where_it_was_left():
 
 
 def test_hungriest_pass_is_served_first():
-    """A pass that has just been opened takes the free credits until its window is as full as those of the others."""
+    """A new pass gets the free credits until its window is as full as the windows of the others."""
     scheduler = make("a", num_credits=6, window=8)
     assert len(scheduler.next_requests(0.0)) == 6
     scheduler.open_pass(2, 0, 100, 4)
@@ -73,7 +73,7 @@ def test_hungriest_pass_is_served_first():
 
 
 def test_late_unknown_and_closed_answers_are_refused():
-    """Only the first answer to a step of an open pass is accepted; the others are rejected, which is not an error."""
+    """Only the first answer to a step of an open pass is accepted; others are refused without an error."""
     scheduler = make("a", num_credits=2)
     scheduler.next_requests(0.0)
     assert scheduler.request(0, "a").request_id == 0
@@ -88,7 +88,7 @@ def test_late_unknown_and_closed_answers_are_refused():
 
 
 def test_stop_found_later_cancels_what_is_beyond():
-    """When the end of a pass becomes known, requests beyond it are returned and none is sent again."""
+    """When the end of a pass becomes known, requests beyond it are returned for cancelling, and not sent again."""
     scheduler = make("a", num_credits=3, window=6, stop=NO_END)
     scheduler.next_requests(0.0)
     scheduler.completed(2, 1.0)
@@ -100,7 +100,7 @@ def test_stop_found_later_cancels_what_is_beyond():
 
 
 def test_window_can_grow_and_shrink():
-    """A larger window is used at once; a smaller one lets requests beyond end, and asks again for those that fail."""
+    """A larger window applies at once; requests beyond a smaller one may finish, but are not repeated if they fail."""
     scheduler = make("a", "b", num_credits=4, window=6)
     scheduler.set_window(1, 2)
     assert [r.first_step for r in scheduler.next_requests(0.0)] == [0, 1]
@@ -145,7 +145,7 @@ def test_no_more_runs_than_slots_are_requested():
 
 
 def test_what_is_left_of_the_window_is_no_range():
-    """A window that moves by less than a range waits until there is room for all of the next one."""
+    """No range is requested until the window has room for all of it."""
     scheduler = make("a", num_credits=9, window=4)
     scheduler.next_requests(0.0)
     scheduler.completed(0, 1.0)
@@ -158,7 +158,7 @@ def test_what_is_left_of_the_window_is_no_range():
 
 
 def test_the_status_names_the_requests_for_the_step_that_the_consumer_waits_for():
-    """A message about a wait can name the step, the hosts that have it, and since when."""
+    """The status has the step that the consumer waits for, and its requests with their hosts and times."""
     scheduler = make("a", "b", num_credits=2, window=6)
     scheduler.next_requests(1.0)
     scheduler.completed(0, 2.5)
@@ -176,7 +176,7 @@ def test_the_status_names_the_requests_for_the_step_that_the_consumer_waits_for(
 
 
 def test_ranks_spread_over_hosts_that_differ_a_little():
-    """Ranks that all preferred the host with the quickest answers would leave the others idle."""
+    """Ranks spread over similar hosts: if all preferred the quickest, the others would be idle."""
     latencies_s = {"a": 1.0, "b": 1.01, "c": 1.02, "d": 1.03}
     first = Counter()
     for rank in range(200):
@@ -188,14 +188,14 @@ def test_ranks_spread_over_hosts_that_differ_a_little():
 
 
 def test_request_ids_start_again_after_32_bits():
-    """Frames have no room for more."""
+    """Request ids wrap around after 32 bits, because frames have no room for more."""
     scheduler = make("a", num_credits=2)
     scheduler._request_ids = itertools.count(2**32 - 1)
     assert [request.request_id for request in scheduler.next_requests(0.0)] == [2**32 - 1, 0]
 
 
 def test_a_step_at_the_end_of_a_pass_is_beyond_it():
-    """Whether it is ready or in flight when the end becomes known."""
+    """A step at the end of a pass is beyond it, whether it is ready or in flight when the end becomes known."""
     scheduler = make("a", num_credits=3, window=6, stop=NO_END)
     scheduler.next_requests(0.0)
     scheduler.completed(1, 1.0)
@@ -204,7 +204,7 @@ def test_a_step_at_the_end_of_a_pass_is_beyond_it():
 
 
 def test_only_hosts_that_have_the_source_are_asked():
-    """Others keep their credits, also for a step that has failed on the only one that has it."""
+    """Only hosts that have the source get requests, even for a step that has failed on the only such host."""
     scheduler, having = make("a", "b", num_credits=3), {"b"}
     scheduler.close_pass(1)
     scheduler.open_pass(1, 0, 3, 4, can_take=having.__contains__)
@@ -218,7 +218,7 @@ def test_only_hosts_that_have_the_source_are_asked():
 
 
 def test_steps_that_are_not_known_yet_wait():
-    """The indices of a batch come after those of the batches before it."""
+    """Steps whose indices are not known are not requested."""
     scheduler = make("a", num_credits=9)
     scheduler.close_pass(1)
     scheduler.open_pass(1, 0, NO_END, 4, known=1)

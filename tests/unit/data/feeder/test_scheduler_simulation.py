@@ -1,4 +1,4 @@
-"""The feeder's scheduler in a simulated cluster: what follows from all its rules together."""
+"""Tests of the feeder's scheduler in a simulated cluster, with all its rules together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def total_over_ideal(machines, num_steps=400, *, window=None, seed=0):
 @pytest.mark.parametrize("extra_credits", [0, 2])
 @pytest.mark.parametrize("ratio", [2, 8, 64])
 def test_slow_host_does_not_hold_up_the_others(num_workers, extra_credits, ratio):
-    """With one of two hosts many times slower a pass takes at most 1.3 times the time that their rates allow."""
+    """With one of two hosts many times slower, a pass takes at most 1.3 times as long as their rates allow."""
     rates = {"a": 1.0, "b": 1 / ratio}
     machines = [Machine(name, num_workers, num_workers + extra_credits, rate=rate) for name, rate in rates.items()]
     assert total_over_ideal(machines)[0] <= 1.3
@@ -34,13 +34,13 @@ def test_slow_host_does_not_hold_up_the_others(num_workers, extra_credits, ratio
 
 @pytest.mark.parametrize("ratio", [3, 4])
 def test_moderately_slow_host_costs_at_most_its_share(ratio):
-    """A host too slow for the window costs little more than if it were not there."""
+    """A host too slow for the window costs little more than if it were absent."""
     machines = [Machine("a"), Machine("b", rate=1 / ratio)]
     assert total_over_ideal(machines)[0] <= 1.03 * (1 + 1 / ratio)
 
 
 def test_slow_host_helps_where_the_window_is_long_enough():
-    """With a window that covers twice the latency of a slow host it does its share, without hedges."""
+    """A slow host does its share if the window covers twice its latency."""
     total, cluster = total_over_ideal([Machine("a"), Machine("b", rate=1 / 8)], window=128)
     assert total <= 1.1
     assert host_status(cluster.scheduler, "b").num_completed >= 0.5 * 400 / 9
@@ -49,7 +49,7 @@ def test_slow_host_helps_where_the_window_is_long_enough():
 @pytest.mark.parametrize("num_hosts", [1, 2, 8])
 @pytest.mark.parametrize("delay_s", [0.0, 0.1])
 def test_equal_hosts_are_used_in_full(num_hosts, delay_s):
-    """Equal hosts deliver at least 0.97 of their rates, whatever their number, if credits cover the network's delay."""
+    """Any number of equal hosts deliver at least 0.97 of their rates if credits cover the network's delay."""
     credits_each = 4 if delay_s == 0.0 else 6
     machines = [Machine(f"h{i}", 4, credits_each, delay_s=delay_s) for i in range(num_hosts)]
     window = 2 * credits_each * num_hosts
@@ -77,7 +77,7 @@ def gaps(times):
 @pytest.mark.parametrize("num_workers", [1, 4, 8])
 @pytest.mark.parametrize("detected_after_s", [1.0, 10.0])
 def test_frozen_host_is_hardly_noticed(num_workers, detected_after_s):
-    """When a host with 50 ms batches freezes, no delivery is 0.35 s late, long before the host is suspected."""
+    """If a host with 50 ms batches freezes, no delivery takes 0.35 s, long before the host is suspected."""
     for seed in range(4):
         machines = [Machine(name, num_workers, num_workers, lambda rng: rng.uniform(0.04, 0.06)) for name in "ab"]
         cluster = Cluster(machines, seed)
@@ -89,7 +89,7 @@ def test_frozen_host_is_hardly_noticed(num_workers, detected_after_s):
 
 
 def test_host_frozen_from_the_start_is_hardly_noticed():
-    """A host that never answers at all holds up its first steps only until they are hedged."""
+    """A host that never answers delays its first steps only until they are hedged."""
     machines = [Machine(name, service_s=lambda rng: rng.uniform(0.04, 0.06)) for name in "ab"]
     machines[1].is_frozen = True
     cluster = Cluster(machines)
@@ -110,16 +110,16 @@ def test_frozen_worker_of_a_single_host_is_survived():
 
 
 def test_recovered_host_is_used_again():
-    """A host that was slow for a while does its share again soon after."""
+    """A host that was slow for a while does its share again soon after it recovers."""
     cluster = Cluster([Machine("a"), Machine("b", rate=1 / 8)])
     cluster.open(1, 800, 16)
     cluster.at(20.0, cluster.set_rate, "b", 1.0)
-    # Rate 4 until the recovery, and until the next canary (ten latencies of 8 s), then 8.
+    # The rate is 4 until the recovery and the next probe (ten latencies of 8 s), then 8.
     assert cluster.run() <= 20.0 + 80.0 + (800 - 4 * 100) / 8 * 1.1
 
 
 def test_host_that_turns_slow_is_noticed():
-    """A host that becomes 8 times slower in the middle costs its share and one late volley."""
+    """A host that becomes 8 times slower in the middle of a pass costs its share and one round of late answers."""
     cluster = Cluster([Machine("a"), Machine("b")])
     cluster.open(1, 600, 16)
     cluster.at(20.0, cluster.set_rate, "b", 1 / 8)
@@ -129,7 +129,7 @@ def test_host_that_turns_slow_is_noticed():
 @pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
 @pytest.mark.parametrize("factor", [10, 300])
 def test_hosts_that_all_turn_slow_are_not_slow_hosts(num_hosts, factor):
-    """Batches that become heavier for all hosts, as in another epoch, are built as fast as the hosts can."""
+    """Batches that become heavier for all hosts, as in another epoch, are still built at the hosts' full rate."""
     cluster = Cluster([Machine(f"h{i}") for i in range(num_hosts)])
     consumer = cluster.open(1, 120 * num_hosts, 16 * num_hosts)
     for i in range(num_hosts):
@@ -150,7 +150,7 @@ def test_slow_consumer_bounds_the_work_ahead(num_hosts):
 
 
 def test_validation_in_the_middle_is_served_at_once():
-    """A pass that is opened while another one fills the window gets its first batch after one latency."""
+    """A pass opened while another fills the window gets its first batch after one latency."""
     cluster = Cluster([Machine("a"), Machine("b")])
     cluster.open(1, 400, 16)
     opened = []
@@ -176,13 +176,13 @@ FAULTS = st.lists(
 
 
 def inject(cluster, names, faults):
-    """Schedule faults, each of which ends after a while; the first host has none that loses requests for ever."""
+    """Schedule faults, each of which ends after a while."""
     for start, kind, which, duration in faults:
         name, end = names[which % len(names)], start + duration
         if kind == "freeze":
             cluster.at(start, cluster.freeze, name, 1.0)
             cluster.at(end, cluster.thaw, name)
-        elif kind == "jam":  # freezes unnoticed
+        elif kind == "jam":  # a freeze that is not detected
             cluster.at(start, cluster.freeze, name)
             cluster.at(end, cluster.thaw, name)
         elif kind == "kill":
@@ -194,13 +194,13 @@ def inject(cluster, names, faults):
 
 
 class Failures:
-    """Failures of requests at random, never so many of one step that they would be fatal."""
+    """Random failures of requests, never so many for one step that they would be fatal."""
 
     def __init__(self, probability):
         self.probability, self.kinds = probability, {}
 
     def __call__(self, rng, request):
-        """Return what the failure of a request means, or None: it succeeds."""
+        """Return how a failed request may be retried, or None if it succeeds."""
         if rng.random() >= self.probability:
             return None
         kind = rng.choice([Retry.ELSEWHERE, Retry.LIMITED, Retry.ONCE])
@@ -220,7 +220,7 @@ class Failures:
     consumer=st.tuples(st.integers(1, 24), st.sampled_from([0.0, 0.2]), st.booleans()),
 )
 def test_every_step_is_delivered_once_and_in_order(seed, shape, faults, chances, consumer):
-    """Whatever freezes, dies, slows down, fails and comes back: no loss, no duplicate, no deadlock, all bounds kept."""
+    """Whatever freezes, dies, slows down or fails: no step is lost or repeated, nothing deadlocks, all bounds hold."""
     names = [f"h{i}" for i in range(len(shape))]
     machines = [
         Machine(name, workers, workers + extra, lambda rng: rng.lognormvariate(-1.0, 0.5), delay_s=0.01)
@@ -242,7 +242,7 @@ def test_every_step_is_delivered_once_and_in_order(seed, shape, faults, chances,
 
 
 def test_same_events_lead_to_the_same_decisions():
-    """Nothing in the scheduler depends on chance but ties: two runs of one history send the same requests."""
+    """The scheduler is deterministic except for ties: the same events lead to the same requests."""
 
     def history():
         machines = [Machine(name, 2, 3, lambda rng: rng.expovariate(1.0)) for name in "abc"]

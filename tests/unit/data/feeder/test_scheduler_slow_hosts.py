@@ -1,4 +1,4 @@
-"""The feeder's scheduler: slow and silent hosts get what they can finish in time, and come back."""
+"""The feeder's scheduler gives slow and silent hosts what they can finish in time, and lets them recover."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def slow_and_quick(**options):
 
 
 def test_slow_host_takes_steps_that_it_can_finish_in_time():
-    """A slow host takes the first step that is not needed within twice its latency, at the pace of all hosts."""
+    """A slow host gets the first step that is not needed within twice its latency, at the pace of all hosts."""
     scheduler, now = slow_and_quick()
     assert host_status(scheduler, "b").slowness == pytest.approx(9.0, rel=0.2)
     scheduler.open_pass(2, 0, 100, 50)
     first, second = scheduler.next_requests(now)
     assert asked([first]) == [("a", 0)]
     assert second.host == "b"
-    # Answers came once in one to nine seconds: in twice 9 s, two to eighteen steps.
+    # With one answer every 1 to 9 s, twice 9 s is 2 to 18 steps.
     assert 2 <= second.first_step <= 18
 
 
 def test_slow_host_gets_nothing_where_it_cannot_help():
-    """With nothing in the window that it can finish in time a slow host stays idle; another one takes all steps."""
+    """A slow host that can finish nothing in the window in time stays idle, and another host gets all steps."""
     scheduler, now = slow_and_quick(num_credits=2)
     scheduler.open_pass(2, 0, 100, 3)
     assert asked(scheduler.next_requests(now)) == [("a", 0), ("a", 1)]
@@ -35,7 +35,7 @@ def test_slow_host_gets_nothing_where_it_cannot_help():
 
 
 def test_a_host_that_was_slow_once_comes_back():
-    """What is known of a slow host is forgotten in time: it gets a request, and a quick answer is believed at once."""
+    """After a while, a slow host gets one request as a probe, and a quick answer counts at once."""
     scheduler, now = slow_and_quick(num_credits=8)
     scheduler.open_pass(2, 0, 100, 3)
     assert {host for host, _ in asked(scheduler.next_requests(now))} == {"a"}
@@ -51,7 +51,7 @@ def test_a_host_that_was_slow_once_comes_back():
 
 
 def test_what_is_forgotten_lets_a_slow_host_have_one_request():
-    """While the request that shows whether it has recovered is in flight, a slow host gets no other."""
+    """While a slow host's probe is in flight, the host gets no other request."""
     scheduler, now = slow_and_quick(num_credits=4)
     scheduler.host_lost("a", is_silent=True)
     scheduler.host_up("a", 1)
@@ -61,7 +61,7 @@ def test_what_is_forgotten_lets_a_slow_host_have_one_request():
 
 
 def test_slow_host_alone_does_everything():
-    """A slow host is not slow when no other host is up."""
+    """A slow host gets all requests when no other host is up."""
     scheduler, now = slow_and_quick(num_credits=2)
     scheduler.host_lost("a", is_silent=False)
     scheduler.open_pass(2, 0, 100, 4)
@@ -69,7 +69,7 @@ def test_slow_host_alone_does_everything():
 
 
 def test_slow_host_chooses_last():
-    """The only TODO step goes to a quick host with a free credit, though a slow one has nothing to do."""
+    """The only TODO step goes to a quick host with a free credit, even if a slow host is idle."""
     scheduler, now = slow_and_quick(num_credits=2)
     scheduler.open_pass(2, 0, 100, 2)
     scheduler.set_window(2, 1)
@@ -79,7 +79,7 @@ def test_slow_host_chooses_last():
 
 
 def test_a_host_whose_requests_are_overtaken_counts_as_slow():
-    """A host that is silent has no latency, but the answers of others to what it was asked show that it is slow."""
+    """A silent host has no latency, but counts as slow if other hosts answer its requests first."""
     scheduler, now = warm({"a": 1.0, "b": 1.0}, num_credits=2)
     scheduler.open_pass(2, 0, 100, 32)
     requests = scheduler.next_requests(now)
@@ -104,7 +104,7 @@ def test_pause_of_the_consumer_does_not_count_as_pace():
 
 
 def test_silent_host_keeps_its_pace_and_a_restarted_one_does_not():
-    """A suspect that is up again is as slow as it was; a host that was down may be another process."""
+    """A suspect host that is up again is as slow as before; a host that was down may be a new process."""
     for is_silent in (True, False):
         scheduler, _ = slow_and_quick()
         scheduler.host_lost("b", is_silent=is_silent)
@@ -113,7 +113,7 @@ def test_silent_host_keeps_its_pace_and_a_restarted_one_does_not():
 
 
 def test_cheap_batches_of_another_loader_say_nothing_about_a_host():
-    """What is late is measured by the batches of the same loader: validation may be cheap, and training dear."""
+    """Lateness is measured against batches of the same loader: validation may be cheap, and training expensive."""
     scheduler, now = warm({"a": 0.01, "b": 0.01}, num_credits=2)
     scheduler.open_pass(2, 0, 100, 8, loader="train")
     requests = scheduler.next_requests(now)
@@ -124,7 +124,7 @@ def test_cheap_batches_of_another_loader_say_nothing_about_a_host():
 
 
 def test_the_caller_wakes_when_a_slow_host_counts_as_quick_again():
-    """Its slowness beyond 1 halves every ten of its latencies: 9 has become 3 after twenty of them."""
+    """A slow host's slowness beyond 1 halves every ten of its latencies: 9 becomes 3 after twenty."""
     scheduler, now = slow_and_quick(num_credits=8)
     scheduler.open_pass(2, 0, 100, 30, may_hedge=False)
     scheduler.set_window(2, 9)
@@ -139,7 +139,7 @@ def test_the_caller_wakes_when_a_slow_host_counts_as_quick_again():
 
 
 def test_a_host_that_is_up_again_counts_as_quick():
-    """What was measured before belongs to another process."""
+    """A host that was down counts as quick when it is up again, because it may be a new process."""
     scheduler, _ = slow_and_quick()
     scheduler.host_lost("b", is_silent=False)
     scheduler.host_up("b", 1)
@@ -148,7 +148,7 @@ def test_a_host_that_is_up_again_counts_as_quick():
 
 @pytest.mark.parametrize(("num_late", "slownesses"), [(1, (1.0, 1.0, 10.75)), (2, (1.0, 1.0, 1.0))])
 def test_heavier_batches_make_no_host_slow(num_late, slownesses):
-    """If half of the hosts seem slow, the batches have become heavier, and what was measured is forgotten."""
+    """If half of the hosts seem slow, the batches have become heavier, and the measurements are discarded."""
     scheduler, now = warm({"a": 1.0, "b": 1.0, "c": 1.0})
     scheduler.open_pass(2, 0, 100, 3)
     for request in scheduler.next_requests(now)[3 - num_late :]:

@@ -1,4 +1,4 @@
-"""Which data host opens what, and what becomes of it when a host is lost, fails, or has other data."""
+"""Tests of which data host opens which source, and of hosts that are lost, fail or have other data."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PROBLEM = Failure("RemoteTransformError", "KeyError: 3\nmore", "unpickling the d
 
 
 class Link:
-    """The connection to a data host.
+    """A fake connection to a data host.
 
     Args:
-        address: Where it is.
+        address: The data host's address.
     """
 
     def __init__(self, address):
@@ -29,7 +29,7 @@ class Link:
         self.wanted = []
 
     def join(self):
-        """Come up."""
+        """Do nothing: the test sets the state."""
 
     def want_source(self, opening):
         """Open a source."""
@@ -70,12 +70,12 @@ def stream(number, rank=0, num_workers=4):
 
 
 def wanted(links):
-    """Return what each host has."""
+    """Return the names of the openings on each host."""
     return [link.wanted for link in links.values()]
 
 
 def test_an_indexed_source_is_opened_everywhere(sources, links, dropped):
-    """Its memory is kept as long as another opening needs it."""
+    """An indexed source is opened on every host, and its memory is kept while another opening needs it."""
     sources.open(INDEXED)
     sources.open(Opening("val", "digest"))
     assert wanted(links) == [["train", "val"]] * 3
@@ -86,13 +86,13 @@ def test_an_indexed_source_is_opened_everywhere(sources, links, dropped):
 
 
 def test_what_one_host_does_for_all_is_opened_on_the_first(sources, links):
-    """As prepare_data()."""
+    """A call that one host makes for all, such as ``prepare_data()``, is opened on the first host."""
     sources.open(Opening("prepare", "module", is_call=True, is_alone=True))
     assert wanted(links) == [["prepare"], [], []]
 
 
 def test_each_worker_of_a_stream_is_opened_on_one_host(sources, links):
-    """Equally many on each; ranks begin with different hosts."""
+    """The workers of a stream are spread evenly over the hosts; each rank begins with a different host."""
     for number in range(4):
         sources.open(stream(number))
     assert wanted(links) == [["0/0", "0/3"], ["0/1"], ["0/2"]]
@@ -102,7 +102,7 @@ def test_each_worker_of_a_stream_is_opened_on_one_host(sources, links):
 
 
 def test_the_streams_of_a_lost_host_go_to_others(sources, links):
-    """To those that have the fewest; without any other, they wait."""
+    """The streams of a lost host move to the hosts with the fewest; if no other host is up, they wait."""
     for number in range(4):
         sources.open(stream(number))
     links["a"].state = LinkState.CONNECTING
@@ -119,7 +119,7 @@ def test_the_streams_of_a_lost_host_go_to_others(sources, links):
 
 
 def test_streams_stay_on_a_host_that_comes_up_soon(sources, links):
-    """It may be starting, or restarting."""
+    """Streams stay on a host that comes up within 2 s, because it may be starting or restarting."""
     links["a"].state = LinkState.CONNECTING
     sources.open(stream(0))
     sources.tick(100.0)
@@ -134,7 +134,7 @@ def test_streams_stay_on_a_host_that_comes_up_soon(sources, links):
 
 
 def test_the_training_process_is_told_what_is_open(sources, links, told):
-    """With the result of a call; what it has closed meanwhile is nothing to it."""
+    """The training process is told what is open, with the result of a call, but not what it has closed meanwhile."""
     sources.open(INDEXED)
     sources.open(CALL)
     sources.opened(links["a"], "train", None)
@@ -145,7 +145,7 @@ def test_the_training_process_is_told_what_is_open(sources, links, told):
 
 
 def test_a_failure_counts_once_all_hosts_have_it(sources, links, told, caplog):
-    """Others may do without one whose disk is broken; one that succeeds later has not failed."""
+    """A failure counts once all hosts have it: one host may have a broken disk, or succeed later."""
     sources.open(INDEXED)
     sources.opened(links["a"], "train", PROBLEM)
     sources.opened(links["b"], "train", PROBLEM)
@@ -161,21 +161,21 @@ def test_a_failure_counts_once_all_hosts_have_it(sources, links, told, caplog):
 
 @pytest.mark.parametrize("name", ["", "logging", "SystemExit", "LightningSMError"])
 def test_an_error_of_no_data_host_is_the_general_one(sources, links, told, name):
-    """A data host names classes of its own errors, and no other."""
+    """An error name that data hosts do not use becomes the general error."""
     sources.open(stream(0))
     sources.opened(links["a"], "0/0", replace(PROBLEM, error=name))
     assert type(told[0].exception()) is DataServiceError
 
 
 def test_the_failure_of_the_only_host_of_a_stream_counts(sources, links, told):
-    """No other opens it."""
+    """A failure of a stream's only host counts at once, because no other host opens the stream."""
     sources.open(stream(0))
     sources.opened(links["a"], "0/0", PROBLEM)
     assert told[0].error == "RemoteTransformError"
 
 
 def test_hosts_with_other_data_are_an_error(sources, links, told):
-    """It names what differs, and where; another call is compared anew."""
+    """The error names what differs on which host; a new call is compared afresh."""
     sources.open(CALL)
     sources.opened(links["b"], "setup", CallResult(b"1", {"dataset": "Numbers of 3", "package x": "1.0"}))
     sources.opened(links["a"], "setup", CallResult(b"2", {"dataset": "Numbers of 3", "package x": "1.0"}))

@@ -1,4 +1,4 @@
-"""Failures end with words that name the step, its indices and every host that tried."""
+"""Errors name the step, its indices and every host that tried it."""
 
 from lightning_sm.data.feeder.scheduler import FailureDecision
 from lightning_sm.data.feeder.status import explain, host_snapshot
@@ -14,7 +14,7 @@ class Link:
 
 
 def test_a_batch_that_kills_workers_names_its_indices():
-    """Of many indices the first are shown, and the number of the others; what happened again is counted."""
+    """The error shows the first of many indices and counts the others; it also counts repeated failures."""
     error = explain("WorkerLost", 7, FailureDecision(is_fatal=True, failures=FAILURES), list(range(40)))
     assert type(error) is DataServiceError
     assert str(error).startswith(
@@ -24,7 +24,7 @@ def test_a_batch_that_kills_workers_names_its_indices():
 
 
 def test_a_worker_that_cannot_start_blames_no_sample():
-    """The error says where in its start it died, and what to look at."""
+    """The error names where the worker failed during its start, and what to check, but no indices."""
     why = "exited with code 3 in worker_init_fn on data host b:1"
     error = explain("WorkerNotStarted", 7, FailureDecision(is_fatal=True, failures=(why, why)), list(range(40)))
     assert type(error) is DataServiceError
@@ -33,7 +33,7 @@ def test_a_worker_that_cannot_start_blames_no_sample():
 
 
 def test_an_error_of_the_user_keeps_its_name():
-    """The last failure is the message; unknown names become the general error."""
+    """The last failure becomes the message; an unknown name becomes the general error."""
     decision = FailureDecision(is_fatal=True, failures=("KeyError: 3", "KeyError: 4\non data host b"))
     error = explain("RemoteTransformError", 3, decision, [])
     assert type(error) is RemoteTransformError
@@ -42,7 +42,7 @@ def test_an_error_of_the_user_keeps_its_name():
 
 
 def test_a_host_that_was_never_reached_is_down():
-    """It has the reason, and no numbers."""
+    """A host that was never reached is down, with the reason and without figures."""
     snapshot = host_snapshot(Link(), None, 0.0)
     assert (snapshot.name, snapshot.state, snapshot.why, snapshot.num_received) == (
         "algo-2:1",

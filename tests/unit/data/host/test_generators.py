@@ -41,7 +41,7 @@ class Holder:
 
 
 class Randomizable:
-    """A transform as in MONAI: all share a generator until one gets its own."""
+    """A transform as in MONAI: all instances share a generator until one gets another."""
 
     R = np.random.RandomState(1)
 
@@ -50,7 +50,7 @@ class Randomizable:
 
 
 class Compose:
-    """Transforms as in albumentations: each has two generators, which are replaced."""
+    """Transforms as in albumentations: each has two generators, which seeding replaces."""
 
     def __init__(self, *transforms):
         self.transforms = list(transforms)
@@ -61,7 +61,7 @@ class Compose:
 
 
 class Slotted:
-    """An object without a dictionary."""
+    """An object without a ``__dict__``."""
 
     __slots__ = ("empty", "rng")
 
@@ -70,7 +70,7 @@ class Slotted:
 
 
 class Guarded:
-    """An object that does not show its attributes."""
+    """An object that hides its attributes."""
 
     def __init__(self, rng):
         object.__setattr__(self, "rng", rng)
@@ -81,12 +81,12 @@ class Guarded:
 
 
 def names_a_global(sample):
-    """Draw from a generator of the module."""
+    """Draw from the module's generator."""
     return [IN_A_MODULE.random() for _ in range(sample)]
 
 
 def enclosing(rng):
-    """Return a function that draws from a generator of its surroundings."""
+    """Return a function that draws from a generator in its closure."""
 
     def enclosed(_):
         return rng.random()
@@ -123,7 +123,7 @@ class Transform(torch.nn.Module):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_a_generator_is_found(holder, kind):
-    """Wherever it is, it is seeded, and then draws what another one with this seed draws."""
+    """A generator is found and seeded wherever it is kept, and equal seeds give equal numbers."""
     rng = KINDS[kind]()
     held = HeldGenerators(HOLDERS[holder](rng))
     assert list(held) == [rng]
@@ -134,7 +134,7 @@ def test_a_generator_is_found(holder, kind):
 
 
 def test_globals_that_code_names_are_searched():
-    """A script may keep a generator, or a transform that holds one, beside its classes."""
+    """Globals that code names are searched, because a script may keep a generator there."""
 
     class Dataset:
         def __getitem__(self, index):
@@ -145,7 +145,7 @@ def test_globals_that_code_names_are_searched():
 
 
 def test_generators_of_classes_are_found():
-    """They are shared by all objects until one gets its own."""
+    """A generator of a class is found, and so is one that replaces it in an instance."""
     objects = [Randomizable(), Randomizable()]
     held = HeldGenerators(objects)
     assert list(held) == [Randomizable.R]
@@ -156,7 +156,7 @@ def test_generators_of_classes_are_found():
 
 
 def test_generators_that_are_replaced_are_seeded():
-    """The places count, not what was there at first; one that is empty now is left out."""
+    """Generators are looked up in their places at each seeding; a place that is empty is skipped."""
     transforms = [Compose(), Compose()]
     held = HeldGenerators(Compose(*transforms))
     assert len(list(held)) == 6
@@ -172,7 +172,7 @@ def test_generators_that_are_replaced_are_seeded():
 
 
 def test_generators_that_are_made_later_keep_the_seeds_of_the_others():
-    """Code may make its generator for the first sample: that changes nothing for those which were there."""
+    """A generator created later, as for the first sample, does not change the seeds of the others."""
     owner = Holder(second=None, rng=np.random.default_rng(1))
     held = HeldGenerators(owner)
     held.seed(7)
@@ -185,13 +185,13 @@ def test_generators_that_are_made_later_keep_the_seeds_of_the_others():
 
 
 def test_global_generators_are_not_held():
-    """They have seeds of their own, also where an object holds them, as with scikit-learn."""
+    """Global generators are seeded elsewhere, even if an object holds them, as in scikit-learn."""
     owner = Holder(rng=np.random.mtrand._rand, draw=random.random, rand=np.random.rand, torch=torch.default_generator)
     assert list(HeldGenerators(owner)) == []
 
 
 def test_the_search_is_bounded():
-    """It goes through neither a million samples, nor for ever through what refers to itself."""
+    """The search goes neither through a huge number of samples, nor for ever through circular references."""
     looked_at = []
 
     class Sample:
@@ -213,7 +213,7 @@ def test_the_search_is_bounded():
 
 
 def test_the_search_calls_no_code_of_containers():
-    """A dataset may be a list whose items are read from files."""
+    """The search runs no code of containers: a dataset may be a list whose items are read from files."""
 
     class Files(list):
         def __getitem__(self, index):
@@ -226,19 +226,19 @@ def test_the_search_calls_no_code_of_containers():
 
 
 def test_objects_that_cannot_be_looked_at_are_passed_over():
-    """The user's class may do anything when its attributes are read."""
+    """Objects that raise when their attributes are read are skipped."""
     owner = Holder(guarded=Guarded(np.random.default_rng(1)), rng=np.random.default_rng(2))
     assert list(HeldGenerators(owner)) == [owner.rng]
 
 
 def test_seeds_give_unrelated_numbers():
-    """Neighboring seeds and derived ones give numbers that are spread evenly, and a number kept for later goes."""
+    """Neighboring seeds give evenly spread, unrelated numbers, and seeding discards buffered bits."""
     rng = np.random.default_rng(1)
     drawn = []
     for seed in range(4000):
         seed_generator(rng, seed)
         drawn.append(rng.random())
-        rng.integers(2, dtype=np.uint32)  # keeps half of 64 bits
+        rng.integers(2, dtype=np.uint32)  # buffers half of 64 bits
     counts = np.histogram(drawn, bins=20, range=(0, 1))[0]
     assert ((counts - 200) ** 2 / 200).sum() < 44  # chi-squared, 19 degrees of freedom, p = 0.001
     assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.06
@@ -247,7 +247,7 @@ def test_seeds_give_unrelated_numbers():
 
 
 def test_torch_and_numpy_draw_different_bits():
-    """The global generators of both are Mersenne Twisters: from equal seeds, a coin of each would fall alike."""
+    """The global generators get different seeds: from equal ones, these Mersenne Twisters would flip equal coins."""
     alike = 0
     for sample in range(1000):
         seed_all(sample * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
@@ -256,7 +256,7 @@ def test_torch_and_numpy_draw_different_bits():
 
 
 def test_what_objects_hold_is_reachable():
-    """Wherever they hold it."""
+    """Objects are reachable through attributes, containers and closures."""
     held = [Slotted(1), Transform(None), Slotted(2)]
     owner = Holder(transform=Holder(transforms=[Holder(), held[0]]), function=enclosing(held[1]))
     found = {id(one) for one in reachable(owner)}

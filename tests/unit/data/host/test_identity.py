@@ -1,4 +1,4 @@
-"""What data hosts compare of their datasets."""
+"""Tests of what data hosts compare about their datasets."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ class Numbers(Dataset):
 
 
 class Transformed(Dataset):
-    """A wrapper, as users write them to give the parts of a split transforms of their own."""
+    """A wrapper such as users write to give the parts of a split different transforms."""
 
     def __init__(self, dataset):
         self.dataset = dataset
@@ -28,7 +28,7 @@ class Transformed(Dataset):
 
 
 class Downloaded(Numbers):
-    """A dataset that tells its version."""
+    """A dataset with its version as its fingerprint."""
 
     def __init__(self, version):
         super().__init__()
@@ -39,7 +39,7 @@ class Downloaded(Numbers):
 
 
 def texts(dataset):
-    """What is compared of a dataset and those in it."""
+    """Return what is compared of a dataset and of the datasets within it."""
     return [describe_data(one) for one in datasets_in(dataset)]
 
 
@@ -60,7 +60,7 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_what_a_subset_selects_counts(wrap):
-    """Two splits of one dataset differ, wherever the subset is; the same split is equal."""
+    """Different splits of a dataset differ, wherever the subset is; equal splits do not."""
     assert texts(wrap(half([1, 2, 3]))) == texts(wrap(half([1, 2, 3])))
     assert texts(wrap(half([1, 2, 3]))) != texts(wrap(half([1, 2, 4])))
     assert texts(wrap(half([1, 2, 3]))) != texts(wrap(half([1, 3, 2])))
@@ -68,31 +68,31 @@ def test_what_a_subset_selects_counts(wrap):
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_fingerprints_of_all_datasets_count(wrap):
-    """The user's own fingerprint is found in a dataset within another."""
+    """A user's fingerprint is found even in a dataset within another."""
     assert texts(wrap(Downloaded("1"))) != texts(wrap(Downloaded("2")))
 
 
 def test_indices_are_compared_by_value():
-    """A list, a range, a tensor and a list of tensors of the same indices are the same."""
+    """A list, a range, a tensor and a list of tensors with the same indices compare equal."""
     kinds = [[2, 3, 4], range(2, 5), torch.tensor([2, 3, 4]), [torch.tensor(number) for number in (2, 3, 4)]]
     assert all(texts(half(indices)) == texts(half(kinds[0])) for indices in kinds)
 
 
 def test_keys_that_are_no_numbers_are_compared_if_they_can_be():
-    """Strings count; of objects, whose texts hold addresses, only the number does."""
+    """Strings are compared; of other objects, whose texts contain addresses, only the number is."""
     assert texts(half(["a", "b"])) != texts(half(["a", "c"]))
     assert texts(half([object(), object()])) == texts(half([object(), object()]))
 
 
 def test_what_a_sampler_of_a_subset_selects_counts():
-    """Splitting by SubsetRandomSampler is splitting, too."""
+    """A split made by SubsetRandomSampler is compared like one made by Subset."""
     loaders = [DataLoader(Numbers(), sampler=SubsetRandomSampler([1, 2, last])) for last in (3, 4)]
     first, other = (compared_fields("train_dataloader()", [loader], []) for loader in loaders)
     assert first != other
 
 
 def test_datasets_may_refer_to_each_other():
-    """A circle of datasets ends."""
+    """The search for datasets ends even if they refer to each other."""
     one = Transformed(None)
     one.dataset = Transformed(one)
     assert len(datasets_in(one)) == 2

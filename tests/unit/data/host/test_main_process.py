@@ -1,4 +1,4 @@
-"""When the main process of a data host gives its server process up; the test stands in for server processes."""
+"""Tests of when a data host's main process gives up its server process, with fake server processes."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0
 
 
 class Main(MainProcess):
-    """A main process whose server processes do nothing by themselves."""
+    """A main process with fake server processes, which do nothing by themselves."""
 
     def __init__(self):
         super().__init__(HostSettings("127.0.0.1:0", 1, 1 << 20, None, None, "algo-3", CREDENTIALS), print)
@@ -29,13 +29,13 @@ class Main(MainProcess):
         self._server, self.other_end = map(MessageSocket, socket.socketpair())
 
     def end_server(self):
-        """Let the server process die; return why the host gives up."""
+        """Let the server process exit, and return why the host gives up."""
         self.other_end.close()
         self._on_server_exit(SIGKILL)
         return self._outcome
 
     def close(self):
-        """Close what is open."""
+        """Close the sockets and the selector."""
         for end in (self._server, self.other_end):
             end.close()
         self._selector.close()
@@ -50,7 +50,7 @@ def main():
 
 
 def test_a_server_that_never_listens_is_given_up(main):
-    """It would not listen the next time either."""
+    """A server that exits before it listens is given up, because the next one would not listen either."""
     assert main.end_server().reason == (
         "The data host's gRPC server was killed by SIGKILL (out of memory?) before it listened. See the log "
         "lines above."
@@ -58,14 +58,14 @@ def test_a_server_that_never_listens_is_given_up(main):
 
 
 def test_a_server_that_has_listened_is_always_started_again(main):
-    """A run of days may lack memory more than once."""
+    """A server that has listened is always restarted: a run of days may run out of memory more than once."""
     main.other_end.send(Listening("127.0.0.1:7"))
     main._on_server_messages()
     assert [main.end_server() for _ in range(20)] == [None] * 20
 
 
 def test_a_worker_that_was_reaped_is_not_killed():
-    """Multiprocessing waits for the workers that have exited when it spawns another, before their exit is handled."""
+    """Killing a reaped worker is safe: multiprocessing reaps exited workers when it spawns another."""
     with subprocess.Popen(["true"]) as process:
         pidfd = os.pidfd_open(process.pid)
     main_process._kill(pidfd)
@@ -73,7 +73,7 @@ def test_a_worker_that_was_reaped_is_not_killed():
 
 
 def test_the_owners_lightning_is_imported_before_ours(tmp_path, monkeypatch):
-    """Ours derives from the one that is there: where both distributions are installed, it is not always the owner's."""
+    """The owner's Lightning is imported first: of two installed distributions, ours derives from the imported one."""
     code = "import os, sys\nos._exit(40 + ('lightning_sm._lightning' in sys.modules))\n"
     (tmp_path / "owners_lightning.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)

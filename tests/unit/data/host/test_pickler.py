@@ -1,4 +1,4 @@
-"""What a rank sends of an object: memory out of band, names of the script, and an error that names what cannot go."""
+"""Tests of how a rank pickles objects: memory out of band, names of the script, errors with paths."""
 
 import functools
 import os
@@ -47,7 +47,7 @@ class Holder:
 
 
 class Model(LightningModule):
-    """A model whose collate function reads the epoch, with a part that is a model, too."""
+    """A model whose collate function reads the epoch, and whose part may be another model."""
 
     def __init__(self, part=None):
         super().__init__()
@@ -64,18 +64,18 @@ def attached(model):
 
 
 def test_a_model_in_a_loader_keeps_its_trainer():
-    """Lightning pickles a model without it, and ``current_epoch`` would be 0 in all epochs, without a word."""
+    """A model keeps its trainer, which Lightning does not pickle: ``current_epoch`` would silently always be 0."""
     model = attached(Model(Model()))
     model.trainer.fit_loop.epoch_progress.current.completed = 7
     loader = travelled(DataLoader(range(3), collate_fn=model.collate))
-    again = travelled(loader)  # from a data host
+    again = travelled(loader)  # as a data host sends it
     for arrived in (loader, again):
         assert arrived.collate_fn([1]) == ([1], 7)
         assert isinstance(arrived.collate_fn.__self__.part.trainer, TrainerView)
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU, as far as a machine without one can have it."""
+    """A CPU tensor that claims to be on a GPU."""
 
     device = torch.device("cuda", 0)
 
@@ -89,7 +89,7 @@ class OnGpu(torch.Tensor):
 
 
 class OnGpuModel(Model):
-    """Has what models have on a GPU: parameters, one of them twice, a buffer, and tensors in attributes."""
+    """A model as on a GPU: parameters, one of them tied, a buffer, and tensors in attributes."""
 
     def __init__(self):
         super().__init__(torch.nn.Linear(2, 1))
@@ -103,7 +103,7 @@ class OnGpuModel(Model):
 
 
 def test_a_model_in_a_loader_arrives_on_the_cpu():
-    """By the time loaders are made, the strategy has moved it to the GPU, which data hosts do not have."""
+    """A model arrives on the CPU: the strategy has already moved it to the GPU, which data hosts lack."""
     model = travelled(DataLoader(range(3), collate_fn=attached(OnGpuModel()).collate)).collate_fn.__self__
     tensors = (model.part.weight, model.frozen, model.mean, *model.losses)
     assert [one.device.type for one in (model, *tensors)] == ["cpu"] * 5
@@ -116,13 +116,13 @@ def test_a_model_in_a_loader_arrives_on_the_cpu():
 
 
 def test_other_tensors_on_a_gpu_arrive_on_the_cpu():
-    """Data hosts build batches there."""
+    """Other tensors on a GPU arrive on the CPU, where data hosts build batches."""
     rows = travelled(Holder(rows=torch.ones(3).as_subclass(OnGpu))).rows
     assert (rows.device.type, rows.tolist()) == ("cpu", [1, 1, 1])
 
 
 def test_a_model_without_a_trainer_gets_none():
-    """A teacher, for example, which is not the model that is trained."""
+    """A model without a Trainer arrives without one, for example a teacher that is not trained."""
     with pytest.raises(RuntimeError, match="not attached"):
         _ = travelled(Model()).trainer
 
@@ -144,7 +144,7 @@ def test_a_model_without_a_trainer_gets_none():
     ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}",
 )
 def test_tensors_arrive_as_they_are(tensor):
-    """Whatever NumPy can express of them, or cannot."""
+    """Tensors arrive unchanged, whether or not NumPy can express them."""
     arrived = travelled(tensor)
     assert type(arrived) is type(tensor)
     assert (arrived.dtype, arrived.requires_grad, arrived.layout) == (
@@ -156,7 +156,7 @@ def test_tensors_arrive_as_they_are(tensor):
 
 
 def test_memory_is_writable_and_aligned_and_belongs_to_the_copy():
-    """Transforms may change samples in place; that changes neither the snapshot nor another copy of it."""
+    """Each copy has writable, aligned memory, so transforms change neither the snapshot nor other copies."""
     array, tensor = np.arange(20_000), torch.arange(20_000.0)
     pickled = pickled_of((array, tensor))
     fd = pickled.write()
@@ -168,12 +168,12 @@ def test_memory_is_writable_and_aligned_and_belongs_to_the_copy():
 
 
 def test_large_memory_is_no_part_of_the_pickle():
-    """It is not copied before it is written; the pickle itself stays small."""
+    """Large memory is not copied before it is written, and the pickle itself stays small."""
     assert sum(part.nbytes for part in pickled_of(np.zeros(1 << 20))._parts[:3]) < 1000
 
 
 def test_equal_objects_have_the_same_digest():
-    """Then nothing is sent; a change anywhere in memory changes it."""
+    """Equal objects have the same digest, so nothing is sent twice; a change anywhere in memory changes it."""
     array = np.arange(50_000)
     before = pickled_of(Holder(array=array, name="x")).digest
     assert pickled_of(Holder(array=array.copy(), name="x")).digest == before
@@ -182,7 +182,7 @@ def test_equal_objects_have_the_same_digest():
 
 
 def test_a_trainer_becomes_a_view():
-    """Datasets may hold it; it holds the model."""
+    """A dataset's Trainer, which holds the model, becomes a view."""
     model = attached(Model())
     model.trainer.fit_loop.epoch_progress.current.completed = 3
     view = travelled(Holder(trainer=model.trainer)).trainer
@@ -195,7 +195,7 @@ def test_a_trainer_becomes_a_view():
 
 @pytest.mark.parametrize("is_in_hook", [False, True])
 def test_an_iterator_of_persistent_workers_stays(is_in_hook):
-    """A loader that was read before it is handed to fit(), or within a hook, where Lightning watches loaders."""
+    """A loader arrives without its iterator, whether it was read before ``fit()`` or in a hook."""
     with _replace_dunder_methods(DataLoader, "dataset") if is_in_hook else nullcontext():
         loader = DataLoader(TensorDataset(torch.arange(4)), 2, num_workers=1, persistent_workers=True)
         assert len(list(loader)) == 2
@@ -205,12 +205,12 @@ def test_an_iterator_of_persistent_workers_stays(is_in_hook):
 
 
 class Rows(DataLoader):
-    """A loader of the user's."""
+    """A user's loader class."""
 
 
 @pytest.mark.parametrize("cls", [DataLoader, Rows])
 def test_a_loader_with_workers_on_data_hosts_arrives_as_the_users_own(cls):
-    """A DataModule keeps it, in a CombinedLoader, and its collate function is a method of the DataModule."""
+    """A remote loader that a DataModule keeps, and sends with a collate method, arrives as the user's loader."""
     source = LoaderSource(ServiceConnection(["localhost:1"], DataServiceSettings(), "job"), "loader", 0, 1)
     arrived = travelled(remote_loader(cls(TensorDataset(torch.arange(4)), 2), source))
     assert type(arrived) is cls
@@ -218,7 +218,7 @@ def test_a_loader_with_workers_on_data_hosts_arrives_as_the_users_own(cls):
 
 
 def local(number):
-    """Do something."""
+    """Return the argument."""
     return number
 
 
@@ -237,20 +237,20 @@ FILE = sys.__stdin__
     ids=["nested", "in containers", "generator", "partial", "method"],
 )
 def test_what_cannot_be_sent_is_named_by_its_path(value, path):
-    """With what to do about it."""
+    """The error names the path to what cannot be sent, and what to do about it."""
     with pytest.raises(DataSettingsError, match=rf"{path}.*cannot be pickled: .*\. Create it in __getitem__\."):
         pickled_of(value)
 
 
 def test_a_lock_in_a_closure_is_named():
-    """As transforms that are functions within functions have them."""
+    """A lock in the closure of a nested function is named."""
     lock = threading.Lock()
     with pytest.raises(DataSettingsError, match=r"loader\.transform \(lock in its closure\) is a lock"):
         pickled_of(Holder(transform=lambda sample: (lock, sample)))
 
 
 def test_attributes_that_a_hook_has_changed_are_noticed():
-    """Those that are new, replaced, or small and changed in place; not those that are what they were."""
+    """New and replaced attributes are noticed, and small ones changed in place, but no unchanged ones."""
     owner = Holder(
         trainer=None, names=["a"], rows=np.zeros(20_000), more=np.zeros(20_000), many=["a" * 100] * 1000, n=1
     )

@@ -1,4 +1,4 @@
-"""A worker of a data host, in a process of its own."""
+"""Tests of a data host's worker in a separate process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.quick_processes import python_path
 
 TIMEOUT_S = 60.0
 
-# It hangs in native code, where no Python code runs.
+# The worker hangs in native code, where no Python code runs.
 HANGING = """
 import socket, sys, threading
 from lightning_sm.data.host import worker
@@ -41,7 +41,7 @@ worker.run_worker(MessageSocket(socket.socket(fileno=requests)), Ring(ring, 1, 4
 
 
 def test_a_worker_that_hangs_writes_its_stacks():
-    """Without a question of another process, also while it waits in native code."""
+    """A worker that hangs writes its stacks unasked, even while it waits in native code."""
     ring = Ring.create(1, 4096)
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", HANGING, str(theirs.fileno()), str(ring.fd)]

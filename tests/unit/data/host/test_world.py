@@ -1,4 +1,4 @@
-"""Code that splits data by rank finds a world of one process on a data host."""
+"""On a data host, code that splits data by rank finds a world of one process."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from lightning_sm.data.host.world import show_world_of_one
 
 @contextlib.contextmanager
 def world_of_one():
-    """Show it for a while."""
+    """Show a world of one, and undo it at the end."""
     variables, is_ours = dict(os.environ), not dist.is_initialized()
     show_world_of_one()
     try:
@@ -28,7 +28,7 @@ def world_of_one():
 
 @pytest.fixture
 def torchrun(monkeypatch):
-    """Variables of rank 5 of 8."""
+    """Set the variables of rank 5 of 8."""
     for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     for name in ("LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"):
@@ -36,14 +36,14 @@ def torchrun(monkeypatch):
 
 
 def test_torchruns_variables_tell_of_one_process(torchrun):
-    """Code that reads them splits nothing."""
+    """Code that reads torchrun's variables finds one process, and splits nothing."""
     with world_of_one():
         assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK")] == ["0"] * 4
         assert [os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")] == ["1"] * 2
 
 
 def test_there_is_a_process_group_of_one():
-    """Ranks can be asked for, and a sampler without arguments yields all."""
+    """The default process group has one rank, and a sampler without arguments yields all samples."""
     with world_of_one():
         assert dist.is_initialized()
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
@@ -51,7 +51,7 @@ def test_there_is_a_process_group_of_one():
 
 
 def test_the_group_starts_no_threads():
-    """Data hosts fork their workers: a thread could hold a lock for ever."""
+    """The group starts no threads: data hosts fork their workers, and a thread could hold a lock for ever."""
     before = len(os.listdir("/proc/self/task"))
     with world_of_one():
         dist.barrier()
@@ -97,7 +97,7 @@ def broadcast_objects():
     ],
 )
 def test_collective_operations_give_what_gloo_gives(operation, expected):
-    """In a world of one, torch's group for tests is right: hooks let rank 0 prepare and tell the others."""
+    """In a world of one, torch's group for tests gives the results of gloo, on which hooks rely."""
     with world_of_one():
         assert operation() == expected
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -108,7 +108,7 @@ def test_collective_operations_give_what_gloo_gives(operation, expected):
 
 
 def test_errors_are_not_marked_as_those_of_a_rank():
-    """What a process group changes of how errors are printed is as before."""
+    """The process group does not change how errors are printed."""
     before = sys.excepthook
     with world_of_one():
         pass
@@ -116,7 +116,7 @@ def test_errors_are_not_marked_as_those_of_a_rank():
 
 
 def test_a_group_of_the_users_own_stays():
-    """A script that has made one on the data host keeps it."""
+    """A process group that the script has created on the data host is kept."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with world_of_one():

@@ -1,4 +1,4 @@
-"""Messages between processes: structs, bytes and descriptors, whole and in order."""
+"""Messages between processes carry structs, bytes and descriptors, complete and in order."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ class Number(Message, frozen=True):
 
 @pytest.fixture
 def ends():
-    """Two connected ends."""
+    """Two connected message sockets."""
     own, there = map(MessageSocket, socket.socketpair())
     yield own, there
     own.close()
@@ -54,7 +54,7 @@ def ends():
 
 @pytest.fixture
 def alarm():
-    """A function that lets a signal handler raise TimeoutError after some seconds."""
+    """A function that makes a signal handler raise TimeoutError after some seconds."""
 
     def expire(*_):
         raise TimeoutError("the user's")
@@ -74,27 +74,27 @@ def test_messages_arrive_as_they_were_sent(ends):
 
 
 def test_text_that_is_not_unicode_arrives_with_escapes(ends):
-    """Bytes beside it arrive as they are."""
+    """Text that is not Unicode arrives escaped, while bytes beside it arrive unchanged."""
     ends[0].send(Full(Place(3, "caf\udce9"), b"\x00\xff"))
     assert ends[1].receive(1.0) == Full(Place(3, r"caf\udce9"), b"\x00\xff")
 
 
 @pytest.mark.parametrize("either", [Place(1, "a"), Region(1, "a"), None])
 def test_a_part_of_a_message_keeps_its_class(ends, either):
-    """Also where it may be of several, and in dicts."""
+    """A part keeps its class, even in a union or a dict."""
     message = Full(Place(0, ""), b"", by_name={"x": Place(2, "b")}, either=either)
     ends[0].send(message)
     assert ends[1].receive(1.0) == message
 
 
 def test_two_kinds_of_one_name_are_refused():
-    """The receiver would rebuild the wrong one."""
+    """Two kinds of message with one name are refused, because the receiver would rebuild the wrong one."""
     with pytest.raises(TypeError, match="two kinds of message are called Number"):
         type("Number", (Message,), {})
 
 
 def test_a_message_larger_than_the_buffers_arrives(ends):
-    """Large contents come in many pieces, while several threads send."""
+    """Messages larger than the buffers arrive complete, even while several threads send."""
     contents = [bytes([number]) * (3 << 20) for number in range(3)]
     threads = [threading.Thread(target=ends[0].send, args=(Full(Place(0, ""), content),)) for content in contents]
     for thread in threads:
@@ -106,7 +106,7 @@ def test_a_message_larger_than_the_buffers_arrives(ends):
 
 
 def test_descriptors_go_with_their_message(ends):
-    """Each message has the descriptors that were sent with it, also when several are read at once."""
+    """Each message has the descriptors that were sent with it, even if several messages are read at once."""
     pipes = [os.pipe() for _ in range(3)]
     for number, (readable, writable) in enumerate(pipes):
         os.write(writable, bytes([number]))
@@ -132,13 +132,13 @@ def test_pending_returns_what_is_complete(ends):
 
 
 def test_silence_is_a_timeout(ends):
-    """Waiting with a deadline ends in an error of its own when no message arrives."""
+    """Waiting with a deadline raises NothingReceivedError if no message arrives."""
     with pytest.raises(NothingReceivedError):
         ends[1].receive(0.0)
 
 
 def test_a_timeout_of_a_signal_handler_is_not_the_deadline_of_the_wait(ends, alarm):
-    """A TimeoutError that a handler raises, as that of signal.alarm, is told from the end of the wait."""
+    """A TimeoutError raised by a signal handler is not mistaken for the deadline."""
 
     def receive_until_alarm():
         alarm(0.01)

@@ -1,4 +1,4 @@
-"""How processes have ended, in words."""
+"""Tests of how the exits of processes are described."""
 
 import signal
 
@@ -6,7 +6,7 @@ from lightning_sm.data.ipc.processes import describe_exit
 
 
 def test_exits_are_described():
-    """A process that the kernel may have killed for its memory says so."""
+    """The description has the exit code or signal, and suspects a lack of memory after SIGKILL."""
     assert describe_exit(3) == "exited with code 3"
     assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV"
     assert describe_exit(-signal.SIGKILL) == "was killed by SIGKILL (out of memory?)"

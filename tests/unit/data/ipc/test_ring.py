@@ -1,4 +1,4 @@
-"""Slots of shared memory: apart from each other, page aligned, sparse, and there as long as an array is."""
+"""Slots of shared memory are separate, page aligned and sparse, and exist as long as an array uses them."""
 
 import gc
 import mmap
@@ -8,7 +8,7 @@ from lightning_sm.data.ipc.ring import Ring
 
 
 def test_two_mappings_show_the_same_bytes():
-    """What is written through one mapping is read through another, in the same slot and in no other."""
+    """Bytes written through one mapping are read through another, in the same slot and in no other."""
     ring = Ring.create(3, 10_000)
     other = Ring(os.dup(ring.fd), ring.num_slots, ring.slot_bytes)
     ring.slot(1)[:] = 7
@@ -20,7 +20,7 @@ def test_two_mappings_show_the_same_bytes():
 
 
 def test_slots_are_whole_pages():
-    """Sizes are rounded up, so that every slot begins at a page."""
+    """Slot sizes are rounded up, so that every slot begins at a page."""
     ring = Ring.create(2, mmap.PAGESIZE + 1)
     assert ring.slot_bytes == 2 * mmap.PAGESIZE
     assert ring.slot(1).ctypes.data % mmap.PAGESIZE == 0
@@ -28,7 +28,7 @@ def test_slots_are_whole_pages():
 
 
 def test_memory_is_taken_as_far_as_it_is_written():
-    """A slot may be declared far larger than the batches that come."""
+    """Memory is used only where it is written, so a slot may be far larger than its batches."""
     ring = Ring.create(4, 1 << 30)
     assert os.fstat(ring.fd).st_blocks == 0
     ring.slot(2)[: 3 * mmap.PAGESIZE] = 1
@@ -37,7 +37,7 @@ def test_memory_is_taken_as_far_as_it_is_written():
 
 
 def test_an_array_outlives_its_ring():
-    """Closing the ring closes the descriptor, once; the memory goes with the last array."""
+    """Closing the ring closes the descriptor once; the memory is freed with the last array."""
     ring = Ring.create(1, 100)
     array = ring.slot(0)[:5]
     array[:] = 9

@@ -1,4 +1,4 @@
-"""What the short calls carry is checked: nothing but what was meant comes through."""
+"""The messages of short calls are validated: anything unexpected is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOAD = {"digest": "d" * 32, "num_bytes": 7}
 
 
 def parse_reply(data):
-    """Parse the answer about openings."""
+    """Parse an answer to OpenSources."""
     return decode(openings.OpeningsReply, data, "answer to OpenSources")
 
 
@@ -49,19 +49,19 @@ VALUES = st.recursive(
 
 
 def encoded(value):
-    """Return a value as it travels."""
+    """Encode a value as it is sent."""
     return json.dumps(value, default=asdict).encode()
 
 
 def test_text_that_is_not_unicode_travels_with_escapes():
-    """As in the traceback of an error about a file whose name is in another encoding."""
+    """Text that is not valid Unicode is escaped, as in a traceback with a file name in another encoding."""
     sent = replace(REPLY, problems={"b": replace(PROBLEM, text="no file 'caf\udce9'", traceback="\N{SNOWMAN}")})
     assert parse_reply(sent.encode()).problems["b"].text == r"no file 'caf\udce9'"
     assert parse_reply(REPLY.encode()) == REPLY
 
 
 def test_the_result_of_a_hook_comes_through():
-    """Any bytes."""
+    """The result of a hook may consist of any bytes."""
     result = openings.CallResult(bytes(range(256)), {"dataset": "Numbers of 3"})
     assert decode(openings.CallResult, result.encode(), "result") == result
 
@@ -83,21 +83,21 @@ PROBLEM_FIELDS = {**asdict(PROBLEM), "type": "Failure"}
     ids=str,
 )
 def test_an_answer_that_makes_no_sense_is_a_wire_error(reply):
-    """Unknown words, and what the trainer would trip over, are refused."""
+    """Answers with unknown fields, or with values that the trainer cannot use, are refused."""
     with pytest.raises(WireError, match="answer to OpenSources"):
         parse_reply(encoded(reply))
 
 
 @given(st.sampled_from(PARSERS), VALUES)
 def test_any_json_is_taken_or_refused(parse, value):
-    """Whatever comes, the only error is a WireError."""
+    """Any JSON is accepted, or refused with a WireError."""
     with contextlib.suppress(WireError):
         parse(encoded(value))
 
 
 @given(st.sampled_from(PARSERS), st.binary(max_size=50))
 def test_any_bytes_are_taken_or_refused(parse, data):
-    """Bytes that are no JSON, too."""
+    """Any bytes, even if they are not JSON, are accepted or refused with a WireError."""
     with contextlib.suppress(WireError):
         parse(data)
 
@@ -136,7 +136,7 @@ def test_any_bytes_are_taken_or_refused(parse, data):
     ],
 )
 def test_a_request_is_bounded(call, request_, changed, why):
-    """What is too much of anything is refused with what came and what is allowed; the rest is taken."""
+    """A valid request is accepted; the refusal of an invalid one names what arrived and what is allowed."""
     assert call.parse(encoded(request_)) == call(**request_)
     with pytest.raises(WireError, match=why):
         call.parse(encoded({**request_, **changed}))
@@ -157,7 +157,7 @@ def test_a_request_is_bounded(call, request_, changed, why):
     ids=str,
 )
 def test_impossible_figures_of_a_host_are_refused(change):
-    """Reports compute with them."""
+    """Impossible figures are refused, because reports compute with them."""
     reply = {
         "name": "a",
         "workers": 1,

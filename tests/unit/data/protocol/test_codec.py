@@ -1,9 +1,9 @@
-"""Messages that threads decode at the same time."""
+"""Several threads can decode messages at the same time."""
 
 import subprocess
 import sys
 
-# Each type is new, so that its decoder is made by all threads at once.
+# Each type is new, so that all threads create its decoder at once.
 SCRIPT = """
 import sys, threading
 import msgspec
@@ -32,6 +32,6 @@ for number in range(100):
 
 
 def test_threads_decode_the_first_message_of_a_type():
-    """With msgspec alone, the process crashes."""
+    """Threads can decode the first message of a type at the same time; with msgspec alone, the process crashes."""
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 0, ended.stderr

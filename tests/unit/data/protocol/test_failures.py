@@ -1,4 +1,4 @@
-"""What a trainer raises for an exception on a data host: the user's error first, then where, then the traceback."""
+"""Tests of what a trainer raises for an exception on a data host: the user's error, its place, the traceback."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_sm.launcher.first_failure import EndedProcess
 
 
 class OwnError(Exception):
-    """Of the user's own module."""
+    """An exception of the user's module."""
 
 
 def _raised(function):
     try:
         function()
-    except Exception as error:  # noqa: BLE001 - whatever it raises is what is wanted
+    except Exception as error:  # noqa: BLE001 - return any exception
         return error
     raise AssertionError(function)
 
@@ -54,7 +54,7 @@ def _syntax():
     ],
 )
 def test_the_error_comes_first_then_its_place(function, message, cause):
-    """Messages of several lines and chains included; the traceback is complete."""
+    """The error comes first, even with several lines or a chain, followed by its place and the complete traceback."""
     text = Failure.of(_raised(function)).at("data host algo-3 (b:1), index 40")
     assert text.startswith(f"{message}\non data host algo-3 (b:1), index 40\nTraceback (most recent call last):\n")
     assert cause in text
@@ -63,13 +63,13 @@ def test_the_error_comes_first_then_its_place(function, message, cause):
 
 
 def test_an_error_without_traceback_has_its_place_at_the_end():
-    """What lightning_sm itself found is one message."""
+    """A problem found by lightning_sm has no traceback, so its place follows the message."""
     failure = Failure("DataSettingsError", "val_dataloader() is a str.\n")
     assert failure.at("data host b") == "val_dataloader() is a str.\non data host b"
 
 
 def test_the_launcher_reads_it_as_the_users_own_error():
-    """What a rank prints of it becomes a reason with error, sample, data host, trainer host and the user's frames."""
+    """The launcher's reason has the error, sample, data host, trainer host and the user's frames."""
     text = Failure.of(_raised(_chained)).at("data host algo-3 (b:1), index 40")
     own = ProcessFailure.of(_raised(lambda: _raise(RemoteTransformError(text))), rank=1)
     ended = EndedProcess(7, 1, 1, 2.0, own, has_reporter=True)
@@ -85,7 +85,7 @@ def test_the_launcher_reads_it_as_the_users_own_error():
 
 
 def test_a_module_that_is_missing_on_a_data_host_is_an_import_error():
-    """Also on the trainer that raises it, so that the job is not restarted for it."""
+    """A module missing on a data host is an import error on the trainer too, so that the job is not restarted."""
     failure = Failure.of(_raised(lambda: importlib.import_module("no_such_module")))
     assert failure.error == "RemoteImportError"
     assert Failure.of(_raised(_syntax)).error == "RemoteImportError"

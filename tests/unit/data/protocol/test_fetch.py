@@ -1,4 +1,4 @@
-"""Requests for batches survive the wire, and nothing else does."""
+"""Requests for batches survive the wire; anything else is refused."""
 
 import contextlib
 import tracemalloc
@@ -17,7 +17,7 @@ FIELDS = ["train", 1, 2, -(2**63), 5, 2, [b"a", b"bc"]]
 
 @given(st.text(max_size=50), st.integers(-(2**63), 2**63 - 1), st.lists(st.binary(), min_size=1, max_size=256))
 def test_a_request_survives_the_wire(opening, seed, indices):
-    """Every field comes out as it went in; a stream has no indices."""
+    """Every field arrives unchanged; requests for streams have no indices."""
     for given_indices in (indices, []):
         spec = FetchSpec(opening, 3, 4, seed, 7, len(indices), given_indices)
         assert FetchSpec.decode(spec.encode()) == spec
@@ -40,7 +40,7 @@ def test_a_request_survives_the_wire(opening, seed, indices):
     ],
 )
 def test_a_malformed_request_is_refused(place, value):
-    """Wrong fields are an error of the wire, never another."""
+    """A request with a wrong field raises a WireError, and no other error."""
     fields = [*FIELDS[:place], value, *FIELDS[place + 1 :]]
     assert FetchSpec.decode(msgspec.msgpack.encode(FIELDS)) == FetchSpec(*FIELDS)
     with pytest.raises(WireError, match="A request for batches is malformed"):
@@ -48,13 +48,13 @@ def test_a_malformed_request_is_refused(place, value):
 
 
 def test_each_batch_has_its_index():
-    """Or none has."""
+    """A request has an index for each batch, or none at all."""
     with pytest.raises(WireError, match="A request for 2 batches has the indices of 1"):
         FetchSpec.decode(msgspec.msgpack.encode([*FIELDS[:6], [b"a"]]))
 
 
 def test_a_request_becomes_little_in_memory():
-    """One with more indices than any trainer sends is refused before they have become objects."""
+    """A request with more indices than any trainer sends is refused before they become objects."""
     data = msgspec.msgpack.encode([*FIELDS[:5], MAX_RANGE_LENGTH, [b""] * 200_000])
     tracemalloc.start()
     try:

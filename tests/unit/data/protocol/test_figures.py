@@ -1,4 +1,4 @@
-"""What a rank measures: sums that cross the network, and differences of them."""
+"""Tests of a rank's figures: sums that cross the network, and their differences."""
 
 import json
 import math
@@ -14,7 +14,7 @@ BATCH = BatchFigures(num_bytes=100, queue_s=0.1, produce_s=0.2, transfer_s=0.1, 
 
 
 def counted(*waits):
-    """Figures of batches, and of steps that waited so long for them and took 0.3 s besides."""
+    """Return figures of steps that each waited this long for a batch, and took 0.3 s besides."""
     figures = RankFigures()
     for wait_s in waits:
         figures.count(BATCH, is_step=True)
@@ -23,31 +23,31 @@ def counted(*waits):
 
 
 def received_from(figures):
-    """Return figures as another host gets them."""
+    """Return figures as another host receives them."""
     return parsed(asdict(figures.rounded()))
 
 
 def parsed(figures):
-    """Return figures from JSON, as a part of the message in which they travel."""
+    """Return figures parsed from JSON, as part of a heartbeat."""
     return HeartbeatRequest.parse(
         json.dumps({"client": "rank 0", "world_size": 1, "figures": figures}).encode()
     ).figures
 
 
 def test_what_a_rank_does_by_itself():
-    """The time of its steps without waits, and without what other ranks can make it wait for."""
+    """A rank's own time excludes waits for data, and the time in which it may wait for other ranks."""
     figures = counted(0.1, 0.1)
     assert figures.wait_fraction == pytest.approx(0.2 / 0.8)
     assert figures.own_s == pytest.approx(0.2)
 
 
 def test_a_quarter_of_the_time_from_request_to_batch_is_the_way():
-    """The rest is waiting for a worker, and its work."""
+    """A quarter of the time from request to batch is transit; the rest is queueing and building."""
     assert BATCH.in_transit == pytest.approx(0.25)
 
 
 def test_a_batch_of_a_second_loader_is_no_step():
-    """A step may take one of each."""
+    """A batch of a second loader is not a step, because a step may use a batch of each loader."""
     figures = RankFigures()
     for is_step in (True, False, True, False):
         figures.count(BATCH, is_step=is_step)
@@ -55,12 +55,12 @@ def test_a_batch_of_a_second_loader_is_no_step():
 
 
 def test_nothing_counted_is_no_fraction():
-    """Before the first timed step there is nothing to divide by."""
+    """The wait fraction is 0 before the first timed step."""
     assert RankFigures().wait_fraction == RankFigures(num_steps=1).wait_fraction == 0.0
 
 
 def test_differences_start_again_with_a_new_process():
-    """A rank that was started again counts from zero, and all that it counts is new."""
+    """The counts of a restarted rank begin at zero, so all of them are new."""
     before, after = counted(1.0), counted(1.0, 0.5)
     assert (after.since(before).num_steps, after.since(before).num_timed) == (1, 1)
     assert after.since(before).wait_s == pytest.approx(0.5)
@@ -69,7 +69,7 @@ def test_differences_start_again_with_a_new_process():
 
 
 def test_figures_cross_the_network():
-    """With a tenth of a millisecond."""
+    """Figures cross the network rounded to a tenth of a millisecond."""
     assert received_from(counted(1.23456)).wait_s == 1.2346
 
 
@@ -87,7 +87,7 @@ def test_figures_cross_the_network():
     ids=str,
 )
 def test_impossible_figures_are_refused(change):
-    """Whatever comes from the network may be anything."""
+    """Impossible figures are refused, because a message from the network may contain anything."""
     with pytest.raises(WireError, match="Heartbeat request is malformed"):
         parsed({**asdict(RankFigures()), **change})
     with pytest.raises(WireError, match="Heartbeat request is malformed"):

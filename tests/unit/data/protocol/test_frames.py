@@ -1,4 +1,4 @@
-"""Frames come out of a message as they went in, and nothing is read beyond its end."""
+"""Frames are read from a message as they were written, and never beyond its end."""
 
 import contextlib
 
@@ -24,20 +24,20 @@ FRAMES = st.lists(
 
 
 def message_of(parts):
-    """Join frames as they are sent."""
+    """Join frames into a message."""
     return b"".join([part for i, k, v, data in parts for part in (frame(i, k, len(data), v), data)])
 
 
 @given(FRAMES)
 def test_frames_survive_the_wire(sent):
-    """Any number of frames in one message comes apart again."""
+    """Any number of frames in one message can be separated again."""
     taken = [(number, kind, value, bytes(data)) for number, kind, value, data in frames(message_of(sent))]
     assert taken == sent
 
 
 @given(FRAMES, st.data())
 def test_a_message_that_is_cut_is_refused(sent, data):
-    """Cut anywhere but between two frames, a message is an error; until there its frames are good."""
+    """A message cut within a frame is refused; cut between two frames, it is valid."""
     message = message_of(sent)
     position = data.draw(st.integers(0, len(message)))
     ends, end = {0}, 0
@@ -52,7 +52,7 @@ def test_a_message_that_is_cut_is_refused(sent, data):
 
 
 class Owner:
-    """Takes frames, and has the memory for payloads of DATA frames; some are unwanted."""
+    """Receives frames, and provides memory for the payloads of DATA frames, unless they are unwanted."""
 
     def __init__(self, unwanted=()):
         self.taken, self.ends = [], []
@@ -76,7 +76,7 @@ class Owner:
 
 
 def feed(reader, content, sizes=()):
-    """Hand bytes to a reader, in parts of at most these sizes, and then as they fit."""
+    """Feed bytes to a reader, in parts of at most these sizes, and then as they fit."""
     sizes, position = iter(sizes), 0
     while position < len(content):
         place = reader.memory()[: next(sizes, None)][: len(content) - position]
@@ -86,14 +86,14 @@ def feed(reader, content, sizes=()):
 
 
 def feed_message(reader, content, sizes=()):
-    """Hand a whole message to a reader."""
+    """Feed a whole message to a reader."""
     reader.begin(len(content))
     feed(reader, content, sizes)
 
 
 @given(st.lists(FRAMES, max_size=3), st.lists(st.integers(1, 40)), st.sets(st.integers(0, 2**32 - 1)))
 def test_frames_that_arrive_in_parts_are_those_of_the_message(messages, sizes, unwanted):
-    """Wherever the parts end; payloads that nobody wants are passed over."""
+    """Frames do not depend on where the parts end; unwanted payloads are skipped."""
     owner = Owner(unwanted)
     reader = FrameReader(owner.take, owner.place)
     for sent in messages:
@@ -105,7 +105,7 @@ def test_frames_that_arrive_in_parts_are_those_of_the_message(messages, sizes, u
 
 @given(FRAMES, st.data())
 def test_a_message_that_ends_within_a_frame_is_refused_as_it_arrives(sent, data):
-    """At the latest when the head of that frame is there."""
+    """A message that ends within a frame is refused at the latest when the head of that frame has arrived."""
     message = message_of(sent)
     size = data.draw(st.integers(0, len(message)))
     is_whole = True
@@ -119,7 +119,7 @@ def test_a_message_that_ends_within_a_frame_is_refused_as_it_arrives(sent, data)
 
 
 def test_memory_that_is_no_longer_wanted_is_left_at_once():
-    """A request is cancelled while its piece arrives: the rest goes elsewhere, and the next frame is the next."""
+    """If a request is cancelled while its piece arrives, its memory is left alone, and the next frame is intact."""
     owner = Owner()
     reader = FrameReader(owner.take, owner.place)
     content = message_of([(1, FrameKind.DATA, 0, b"x" * 1000), (2, FrameKind.DATA, 0, b"next")])
@@ -133,7 +133,7 @@ def test_memory_that_is_no_longer_wanted_is_left_at_once():
 
 
 def test_memory_of_a_connection_that_is_lost_is_given_back_once():
-    """In the middle of a piece; between two, there is none."""
+    """If a connection is lost within a piece, the piece's memory is returned once."""
     owner = Owner()
     reader = FrameReader(owner.take, owner.place)
     reader.begin(FRAME_BYTES + 1000)
@@ -144,13 +144,13 @@ def test_memory_of_a_connection_that_is_lost_is_given_back_once():
 
 
 def test_a_header_survives_the_wire():
-    """Size, times, batches and the number of the worker come out as they went in."""
+    """The size, times and batches of a header arrive unchanged."""
     header = StepRangeHeader(24, 0.25, 0.5, [EncodedBatch(0, 24, b"structure")])
     assert StepRangeHeader.decode(memoryview(header.encode())) == header
 
 
 def test_a_failure_is_a_traceback_at_most():
-    """A million characters in the longest way that JSON can write them fit; more is refused unread."""
+    """A failure may have a million characters in JSON's longest notation; a longer one is refused unread."""
     failure = b'{"error": "E", "where": "w", "text": "%s"}'
     assert len(parse_failure(memoryview(failure % (b"\\u1234" * (1 << 20)))).text) == 1 << 20
     with pytest.raises(WireError, match=r"failure that a data host reported has \d+ bytes .*; 8388608 bytes"):
@@ -172,7 +172,7 @@ def test_a_failure_is_a_traceback_at_most():
     ids=["ends later", "is larger", "begins before", "begins far off", "has no structure", "none", "too many", "less"],
 )
 def test_a_header_that_makes_no_sense_is_refused(num_bytes, batches):
-    """A batch lies within what arrives, and there is at least one."""
+    """A header must have at least one batch, and every batch must lie within the data that arrives."""
     encoded = StepRangeHeader(num_bytes, 0.25, 0.5, batches).encode()
     with pytest.raises(WireError):
         StepRangeHeader.decode(memoryview(encoded))
@@ -180,6 +180,6 @@ def test_a_header_that_makes_no_sense_is_refused(num_bytes, batches):
 
 @given(st.binary(max_size=50))
 def test_any_header_is_taken_or_refused(data):
-    """Whatever comes, the only error is a WireError."""
+    """Any header is accepted, or refused with a WireError."""
     with contextlib.suppress(WireError):
         StepRangeHeader.decode(memoryview(data))

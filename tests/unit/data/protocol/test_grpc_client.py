@@ -1,4 +1,4 @@
-"""The client against grpcio's server, as data hosts run it: with TLS, mutual TLS and without."""
+"""Tests of the client against grpcio's server as data hosts run it: without TLS, with TLS and mutual TLS."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def stream(channel, name, requests):
 @pytest.mark.parametrize("how", ["without TLS", "TLS", "mutual TLS"])
 @pytest.mark.parametrize("where", ["127.0.0.1:0", "[::1]:0"])
 def test_messages_of_all_sizes_go_both_ways(tls, how, where):
-    """From none to 20 MiB, each as it was sent."""
+    """Messages from 0 bytes to 20 MiB arrive unchanged in both directions."""
     known = tls[how]
     messages = [bytes([size % 251]) * size for size in (0, 1, 4095, 4096, 16_384, 300_000, 3 * MIB + 1, 20 * MIB)]
     with serving(known, where, List=echo) as bound, channel_to(bound, known) as channel:
@@ -122,7 +122,7 @@ def test_messages_of_all_sizes_go_both_ways(tls, how, where):
 
 
 class Ring:
-    """Two slots, to which the pieces of batches go in turn; keeps the other frames."""
+    """Two slots that receive the pieces of batches in turn; other frames are kept."""
 
     def __init__(self, num_bytes):
         self.slots = [bytearray(num_bytes), bytearray(num_bytes)]
@@ -152,7 +152,7 @@ class Place:
 
 
 class Frames(FrameReader):
-    """Says when the call has ended."""
+    """A frame reader that signals the end of the call."""
 
     def __init__(self, owner):
         super().__init__(owner.take, owner.place)
@@ -166,7 +166,7 @@ class Frames(FrameReader):
 
 @pytest.mark.parametrize("how", ["without TLS", "mutual TLS"])
 def test_pieces_of_batches_go_to_their_memory(tls, how):
-    """Frames that share messages, and those that have one of their own; what nobody wants goes nowhere."""
+    """Pieces are written to their slots, whether or not they share a message; unwanted pieces are dropped."""
     contents = [bytes([number]) * (2 * MIB) for number in range(4)]
 
     def fetch(requests, context):
@@ -192,7 +192,7 @@ def test_pieces_of_batches_go_to_their_memory(tls, how):
 
 
 def test_the_status_of_a_failed_call_arrives(tls):
-    """With its text, after messages and before any; a method that does not exist has one, too."""
+    """The status and text of a failed call arrive, after a message or before any, and for an unknown method."""
     known = tls["without TLS"]
     with serving(known, List=fail) as address, channel_to(address, known) as channel:
         with pytest.raises(CallError) as caught:
@@ -210,7 +210,7 @@ def test_the_status_of_a_failed_call_arrives(tls):
 
 
 def test_the_token_does_not_cross_the_network(tls, monkeypatch):
-    """No call has it among its headers, and no two calls have the same proof."""
+    """No call's headers contain the token, and no two calls have the same proof."""
     known, seen = Credentials("job", "geheim"), []
     headers = GrpcChannel._headers
     monkeypatch.setattr(GrpcChannel, "_headers", lambda *values: seen.append(headers(*values)) or seen[-1])
@@ -223,7 +223,7 @@ def test_the_token_does_not_cross_the_network(tls, monkeypatch):
 
 
 def recorded(address, name, *requests, metadata):
-    """Make a call as somebody who has recorded one, and return its status."""
+    """Replay a recorded call, and return its status."""
     with grpc.insecure_channel(address) as channel:
         call = channel.stream_stream(method(name))(iter(requests), metadata=metadata, timeout=TIMEOUT_S)
         with contextlib.suppress(grpc.RpcError):
@@ -233,7 +233,7 @@ def recorded(address, name, *requests, metadata):
 
 @pytest.mark.parametrize("name", ["Load", "Fetch"])
 def test_a_recorded_call_that_brings_pickles_cannot_be_repeated(tls, monkeypatch, name):
-    """The server's random number is another one, so that the recorded confirmation is none; nor is any other proof."""
+    """A recorded confirmation is refused, because the server's random number has changed; so is any other proof."""
     known, handled, nonce = tls["without TLS"], [], "of the trainer"
 
     def serve(requests, context):
@@ -264,7 +264,7 @@ def test_a_recorded_call_that_brings_pickles_cannot_be_repeated(tls, monkeypatch
 
 
 def test_a_proof_is_that_of_one_side_and_one_method(tls):
-    """What a data host sends, and what a trainer sends with another call, gets nobody in."""
+    """A data host's proof, and a trainer's proof for another call, are refused."""
     known, nonce = tls["without TLS"], "of the trainer"
     version, number, right = metadata(known, "List", nonce)
     for wrong in (
@@ -281,7 +281,7 @@ def test_a_proof_is_that_of_one_side_and_one_method(tls):
 
 
 def test_as_many_calls_as_the_server_allows_share_a_connection(tls):
-    """16 at once."""
+    """16 simultaneous calls share a connection."""
     known = tls["without TLS"]
     with serving(known, List=echo) as address, channel_to(address, known) as channel, ThreadPoolExecutor(16) as threads:
         requests = [b"%d" % number for number in range(16)]
@@ -291,7 +291,7 @@ def test_as_many_calls_as_the_server_allows_share_a_connection(tls):
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
 def test_a_call_that_ends_here_ends_on_the_server(tls, how):
-    """The server's stream is free at once, whatever ended the call."""
+    """Cancelling a call or closing the channel frees the server's stream at once."""
     known = tls["without TLS"]
     started, ended = threading.Event(), threading.Event()
 
@@ -312,7 +312,7 @@ def test_a_call_that_ends_here_ends_on_the_server(tls, how):
 
 
 def test_a_server_that_stops_ends_its_calls_and_the_next_one_finds_another(tls):
-    """The channel connects again to the same address."""
+    """When a server stops, its calls fail; the next call connects to the same address again."""
     known = tls["TLS"]
     started = threading.Event()
 
@@ -333,7 +333,7 @@ def test_a_server_that_stops_ends_its_calls_and_the_next_one_finds_another(tls):
 
 
 def test_a_certificate_that_is_not_right_is_named(tls, tmp_path):
-    """The hint says whether the name or the authority is wrong; without TLS at the other end there is none."""
+    """The hint tells whether the name or the authority is wrong; if only one end uses TLS, there is no hint."""
     other = trustme.CA()
     issued = other.issue_cert("algo-7")
     paths = [tmp_path / "certificate", tmp_path / "key"]

@@ -1,4 +1,4 @@
-"""A call's messages and its end are right however the bytes of the server arrive, and whatever it sends."""
+"""A call's messages and outcome are correct, however the server's bytes arrive and whatever it sends."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MIB = 1 << 20
 
 
 class Receiver:
-    """Keeps the messages of an answer, and says how the call has ended."""
+    """Keeps the messages of an answer, and the outcome of the call."""
 
     def __init__(self):
         self.messages = []
@@ -83,27 +83,27 @@ class Receiver:
         self.ended.set()
 
     def outcome(self):
-        """Wait for the end, and return the error."""
+        """Wait until the call has ended, and return its error."""
         assert self.ended.wait(SOON_S)
         return self.error
 
 
 @pytest.fixture(autouse=True)
 def _nonce(monkeypatch):
-    """The random number that the proofs in the headers of the answers fit."""
+    """Fix the random number, so that the proofs in the answers' headers match."""
     monkeypatch.setattr(grpc_client, "token_hex", lambda _: NONCE)
 
 
 @pytest.fixture
 def server():
-    """A server of HTTP/2."""
+    """An HTTP/2 server."""
     with Http2Server() as made:
         yield made
 
 
 @pytest.fixture
 def channel(server):
-    """A channel to it."""
+    """A channel to the server."""
     made = GrpcChannel(server.address, CREDENTIALS)
     yield made
     made.close()
@@ -127,7 +127,7 @@ def answer(*messages, frame_bytes=1 << 14):
 
 
 def receive(monkeypatch, parts):
-    """Return messages and error of a call that gets these parts."""
+    """Return the messages and the error of a call whose answer arrives in these parts."""
     with monkeypatch.context() as patch:
         ScriptedWire.install(patch, [settings(), *parts])
         receiver = start(GrpcChannel("nowhere:1", CREDENTIALS))
@@ -136,7 +136,7 @@ def receive(monkeypatch, parts):
 
 
 def by_h2(script):
-    """Return the messages in an answer as h2 reads it."""
+    """Return the messages that h2 reads from an answer."""
     client = H2Connection(H2Configuration(client_side=True))
     client.initiate_connection()
     client.send_headers(1, [(":method", "POST"), (":scheme", "http"), (":path", "/"), (":authority", "x")])
@@ -151,7 +151,7 @@ def by_h2(script):
 
 
 def by_grpcio(script):
-    """Return the messages in an answer as grpcio reads it."""
+    """Return the messages that grpcio reads from an answer."""
     with Http2Server() as server, grpc.insecure_channel(server.address) as channel:
         call = channel.stream_stream(method("List"))(iter([b"request"]), timeout=TIMEOUT_S)
         with server.accept() as peer:
@@ -164,7 +164,7 @@ MESSAGES = [b"", b"a", bytes(range(256)), b"", b"last"]
 
 
 def test_an_answer_that_is_cut_at_any_byte_is_the_same(monkeypatch):
-    """In two parts, wherever the cut is; and byte by byte."""
+    """An answer is read correctly if it arrives in two parts, cut at any byte, or byte by byte."""
     script = answer(*MESSAGES, frame_bytes=100)
     assert by_h2(script) == by_grpcio(script) == MESSAGES
     for cut in range(1, len(script)):
@@ -173,7 +173,7 @@ def test_an_answer_that_is_cut_at_any_byte_is_the_same(monkeypatch):
 
 
 def test_an_answer_that_ends_at_any_byte_is_an_error(monkeypatch):
-    """The connection is lost within a frame: no message is taken for another, and the error says so."""
+    """If the connection is lost at any byte, the call fails with the cause, and the messages so far are intact."""
     script = answer(*MESSAGES, frame_bytes=100)
     for cut in range(len(script)):
         messages, error = receive(monkeypatch, [script[:cut]])
@@ -183,7 +183,7 @@ def test_an_answer_that_ends_at_any_byte_is_an_error(monkeypatch):
 
 @st.composite
 def answers(draw):
-    """Frames that are right, of all sizes, with frames of other types between them; and the parts."""
+    """Valid frames of all sizes, mixed with frames of other types, and the parts in which they arrive."""
     messages = draw(st.lists(st.binary(max_size=60_000), max_size=5))
     content = b"".join(map(message, messages))
     others = [
@@ -211,7 +211,7 @@ def answers(draw):
 )
 @given(answers())
 def test_any_frames_in_any_parts_give_the_messages_that_h2_reads(monkeypatch, made):
-    """Sizes of frames, frames of unknown types and of other kinds, and the parts do not show."""
+    """Frame sizes, frames of other and unknown types, and the parts do not change the messages."""
     messages, parts = made
     assert receive(monkeypatch, parts) == (messages, None)
     assert by_h2(b"".join(parts)) == messages
@@ -222,14 +222,14 @@ def test_any_frames_in_any_parts_give_the_messages_that_h2_reads(monkeypatch, ma
 )
 @given(answers())
 def test_any_frames_give_the_messages_that_grpcio_reads(monkeypatch, made):
-    """What grpcio's client makes of the same bytes."""
+    """The messages are those that grpcio's client reads from the same bytes."""
     _, parts = made
     assert receive(monkeypatch, parts) == (by_grpcio(b"".join(parts)), None)
 
 
 @pytest.mark.parametrize("frame_bytes", [1 << 14, (1 << 20) + 1, (1 << 24) - 1])
 def test_frames_may_be_as_large_as_was_offered(server, channel, frame_bytes):
-    """Of 16 KiB to 16 MiB, over a real socket, with messages that end in the middle of one."""
+    """Frames of 16 KiB to 16 MiB are read from a real socket, with messages that end within a frame."""
     messages = [bytes([number]) * (3 * MIB + number) for number in range(8)]
     receiver = start(channel)
     with server.accept() as peer:
@@ -240,7 +240,7 @@ def test_frames_may_be_as_large_as_was_offered(server, channel, frame_bytes):
     assert receiver.messages == messages
 
 
-# How calls end
+# Outcomes of calls
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_frames_may_be_as_large_as_was_offered(server, channel, frame_bytes):
     ],
 )
 def test_the_end_of_a_call_has_a_status(server, channel, frames, code, text):
-    """Trailers, trailers without headers, responses that are none of gRPC, and resets; the connection stays."""
+    """Trailers, trailers without headers, non-gRPC responses and resets end a call, but not the connection."""
     receiver = start(channel)
     with server.accept() as peer:
         peer.whole_request()
@@ -280,7 +280,7 @@ def test_the_end_of_a_call_has_a_status(server, channel, frames, code, text):
 
 
 def test_calls_share_a_connection_and_the_reset_of_one_leaves_the_others(server, channel):
-    """Several requests are in flight, messages interleave, and one stream is reset within a message."""
+    """Resetting one stream within a message does not disturb the calls that interleave with it."""
     receivers = [start(channel) for _ in range(3)]
     with server.accept() as peer:
         assert [peer.whole_request() for _ in receivers] == [1, 3, 5]
@@ -288,7 +288,7 @@ def test_calls_share_a_connection_and_the_reset_of_one_leaves_the_others(server,
         peer.send(*(headers(stream) + data(first[:16_000], stream) for stream in (1, 3, 5)))
         peer.send(frame(RST_STREAM, 0, 3, b"\0\0\0\7"))
         assert receivers[1].outcome().code is CallStatus.UNAVAILABLE
-        peer.send(*(data(first[16_000:] + last[:9_000], stream) for stream in (1, 3, 5)))  # one was on its way
+        peer.send(*(data(first[16_000:] + last[:9_000], stream) for stream in (1, 3, 5)))  # stream 3's was on its way
         peer.send(*(data(last[9_000:25_000], stream) + data(last[25_000:], stream) for stream in (5, 1)))
         peer.send(trailers(5), trailers(1))
         assert [receivers[0].outcome(), receivers[2].outcome()] == [None, None]
@@ -296,7 +296,7 @@ def test_calls_share_a_connection_and_the_reset_of_one_leaves_the_others(server,
 
 
 def test_a_server_that_goes_away_ends_its_calls(server, channel):
-    """New ones need a connection."""
+    """When the server goes away, its calls fail, and the next call opens a new connection."""
     receiver = start(channel)
     with server.accept() as peer:
         peer.whole_request()
@@ -311,9 +311,9 @@ def test_a_server_that_goes_away_ends_its_calls(server, channel):
 
 
 def test_a_deadline_frees_the_stream_of_the_server(server, channel):
-    """A call that is not answered in time ends at this end, which tells the server; the time goes with the call."""
+    """At the deadline, which is also sent to the server, the client resets the stream."""
     with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(channel.unary, "Status", b"{}", 1.5)  # in which the connection must be there
+        call = threads.submit(channel.unary, "Status", b"{}", 1.5)  # long enough to connect
         with server.accept() as peer:
             assert dict(peer.next(RequestReceived).headers)["grpc-timeout"] == "1500m"
             assert peer.next(StreamReset).error_code == 8
@@ -322,7 +322,7 @@ def test_a_deadline_frees_the_stream_of_the_server(server, channel):
 
 
 def test_a_cancelled_call_frees_the_stream_of_the_server(server, channel):
-    """In the middle of a message; what is on its way is dropped, and the connection stays."""
+    """A call cancelled within a message resets its stream; data on its way is dropped, and the connection survives."""
     receiver = start(channel)
     with server.accept() as peer:
         peer.whole_request()
@@ -340,7 +340,7 @@ def test_a_cancelled_call_frees_the_stream_of_the_server(server, channel):
 
 
 def test_calls_wait_for_a_stream(server, channel):
-    """A server that allows one stream at a time gets the next call when the first has ended."""
+    """If the server allows one stream at a time, each call waits until the previous one has ended."""
     receivers = [start(channel) for _ in range(3)]
     with server.accept(settings(s3=1)) as peer:
         for stream in (1, 3, 5):
@@ -371,7 +371,7 @@ UNPROVED = {
 
 @pytest.mark.parametrize("what", UNPROVED)
 def test_nothing_is_read_of_a_server_that_does_not_prove_the_token(server, channel, what):
-    """Its answer ends at its headers, finally and with advice: no message, no room for one, no status of the call."""
+    """The call fails for good at the headers, with advice: no message or status is read, and no memory allocated."""
     receiver = start(channel)
     with server.accept() as peer:
         peer.whole_request()
@@ -386,7 +386,7 @@ def test_nothing_is_read_of_a_server_that_does_not_prove_the_token(server, chann
 
 
 def test_a_success_without_a_proof_is_none(server, channel):
-    """A status that comes instead of an answer may say why a call failed, but not that it has succeeded."""
+    """A status without a proof may report why a call failed, but never that it succeeded."""
     receiver = start(channel)
     with server.accept() as peer:
         peer.whole_request()
@@ -396,7 +396,7 @@ def test_a_success_without_a_proof_is_none(server, channel):
 
 @pytest.mark.parametrize("name", ["Load", "Fetch"])
 def test_pickles_wait_for_the_proof_of_the_server(server, channel, name):
-    """No byte of a request is sent before; then the trainer's own proof over both numbers goes first."""
+    """No byte of a request is sent before the server's proof; the trainer's proof over both numbers goes first."""
     receiver = Receiver()
     call = channel.open(name, receiver, iter([b"pickle"]) if name == "Load" else None)
     call.send(b"later") if name == "Fetch" else None
@@ -418,7 +418,7 @@ def test_pickles_wait_for_the_proof_of_the_server(server, channel, name):
 
 
 def test_pickles_are_not_sent_to_a_server_that_does_not_prove_the_token(server, channel):
-    """The stream ends with its requests unsent."""
+    """Without the server's proof, the stream is reset with its requests unsent."""
     receiver = Receiver()
     channel.open("Load", receiver, iter([b"pickle"]))
     with server.accept() as peer:
@@ -435,13 +435,13 @@ def test_pickles_are_not_sent_to_a_server_that_does_not_prove_the_token(server, 
 
 
 def test_requests_wait_for_the_window_of_the_server(server, channel):
-    """A window of 10 bytes lets through 10; one that shrinks below zero, none."""
+    """A window of 10 bytes lets 10 bytes through; a negative window, none."""
     request = bytes(range(200)) * 5
     receiver = start(channel, [request])
     with server.accept(settings(s4=10)) as peer:
         received = peer.next(DataReceived).data
         assert len(received) == 10
-        peer.send(settings(s4=5), frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\4"))  # -5, and -1
+        peer.send(settings(s4=5), frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\4"))  # the window becomes -5, then -1
         peer.send(frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\3"))
         received += peer.next(DataReceived).data
         assert len(received) == 12
@@ -454,7 +454,7 @@ def test_requests_wait_for_the_window_of_the_server(server, channel):
 
 
 def test_windows_are_given_back(server, channel):
-    """After each 64 MiB, for the connection and the stream; the first update opens the connection's to its limit."""
+    """The first update opens the connection's window to its limit; connection and stream get back every 64 MiB."""
     receiver = start(channel)
     with server.accept() as peer:
         assert peer.next(WindowUpdated).delta == (1 << 31) - 1 - 65535
@@ -473,7 +473,7 @@ def test_windows_are_given_back(server, channel):
 
 
 def test_a_slow_receiver_holds_the_server_back(server, channel):
-    """What the receiver has not taken stays in the buffers of TCP; nothing is lost."""
+    """Data that a slow receiver has not read waits in the TCP buffers, and nothing is lost."""
     gate = threading.Event()
 
     class Slow(Receiver):
@@ -526,7 +526,7 @@ VIOLATIONS = {
 
 @pytest.mark.parametrize("what", VIOLATIONS)
 def test_a_violation_of_http2_ends_the_connection(server, channel, what):
-    """The calls end with an error that says why, and the next call gets another connection."""
+    """Calls fail with an error that names the violation, and the next call opens another connection."""
     script, text = VIOLATIONS[what]
     receiver = start(channel)
     with server.accept(b"") as peer:
@@ -549,7 +549,7 @@ def test_a_violation_of_http2_ends_the_connection(server, channel, what):
     ],
 )
 def test_a_message_that_breaks_the_rules_ends_the_call(server, channel, content, text):
-    """Before any memory is reserved for it; other calls go on."""
+    """A compressed or oversized message ends its call before any memory is allocated for it."""
     receiver = start(channel)
     with server.accept() as peer:
         peer.whole_request()
@@ -560,7 +560,7 @@ def test_a_message_that_breaks_the_rules_ends_the_call(server, channel, content,
 
 
 def test_a_server_that_floods_without_reading_is_not_read(monkeypatch, server, channel):
-    """Each PING wants an answer: this end stops reading once the answers that wait have 4 MiB."""
+    """Each PING requires an answer: the client stops reading at 4 MiB of waiting answers (64 KiB in this test)."""
     monkeypatch.setattr(h2_connection, "_MAX_OUTBOX_BYTES", 64 << 10)
     receiver = start(channel)
     with server.accept() as peer:
@@ -572,12 +572,12 @@ def test_a_server_that_floods_without_reading_is_not_read(monkeypatch, server, c
     assert receiver.outcome().code is CallStatus.UNAVAILABLE
 
 
-# Connections that are lost
+# Lost connections
 
 
 def test_a_silent_connection_gets_a_ping_and_is_lost_without_an_answer(monkeypatch, server, channel):
-    """An answer to the first keeps it, and silence after the second ends it."""
-    monkeypatch.setattr(h2_connection, "_SILENT_S", 1.5)  # in which the answer must come, on a busy machine, too
+    """A connection survives silence if it answers a PING, and is lost if it does not."""
+    monkeypatch.setattr(h2_connection, "_SILENT_S", 1.5)  # long enough for the answer, even on a busy machine
     receiver = start(channel)
     with server.accept() as peer:
         peer.whole_request()
@@ -590,7 +590,7 @@ def test_a_silent_connection_gets_a_ping_and_is_lost_without_an_answer(monkeypat
 
 
 def test_a_server_that_accepts_and_says_nothing_is_given_up(monkeypatch, server, channel):
-    """Its settings must come first."""
+    """A connection is given up if the server does not send its settings first."""
     monkeypatch.setattr(h2_connection, "_SILENT_S", 0.3)
     receiver = start(channel)
     with server.accept(b""):
@@ -598,14 +598,14 @@ def test_a_server_that_accepts_and_says_nothing_is_given_up(monkeypatch, server,
 
 
 def test_nobody_listens(channel, server):
-    """The cause says so, by its type; the next call tries again."""
+    """If nobody listens, the error's cause is a ``ConnectionRefusedError``, and the next call tries again."""
     server.__exit__()
     for _ in range(2):
         assert isinstance(start(channel).outcome().__cause__, ConnectionRefusedError)
 
 
 def test_a_closed_channel_ends_its_calls(server, channel):
-    """Those in flight, and those to come; the server sees the end of the connection."""
+    """Closing a channel cancels the calls in flight, refuses new ones, and closes the connection."""
     receiver = start(channel)
     with server.accept() as peer:
         peer.whole_request()
@@ -618,7 +618,7 @@ def test_a_closed_channel_ends_its_calls(server, channel):
 
 @pytest.mark.parametrize("where", ["begin", "memory", "advance"])
 def test_an_error_of_the_receiver_ends_its_call_only(server, channel, where):
-    """It gets its own error back."""
+    """An error raised by a receiver ends its call with that error; other calls continue."""
 
     class Broken(Receiver):
         pass

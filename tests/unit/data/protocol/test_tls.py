@@ -1,4 +1,4 @@
-"""TLS files are read and checked with the name of the setting at hand."""
+"""TLS files are read and checked, and errors name the setting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_sm.errors import DataSettingsError
 
 @pytest.fixture
 def files(tmp_path):
-    """Files of an authority, of a certificate that it signed, and of others."""
+    """Files of an authority, a certificate signed by it, and invalid ones."""
     authority = trustme.CA()
     issued, other = authority.issue_cert("algo-1"), authority.issue_cert("algo-2")
     key = serialization.load_pem_private_key(issued.private_key_pem.bytes(), None)
@@ -38,13 +38,13 @@ def files(tmp_path):
 
 
 def read(folder, certificate=None, key=None, authority=None):
-    """Read files of the folder."""
+    """Read TLS files from the folder."""
     paths = [None if name is None else str(folder / name) for name in (certificate, key, authority)]
     return read_tls(Credentials("job", "", *paths))
 
 
 def test_files_come_as_they_are(files):
-    """Without an authority, with one, and without any file."""
+    """Files are returned unchanged, with or without an authority; without files, there is no TLS."""
     assert read(files) is None
     assert read(files, "certificate", "key").authority is None
     found = read(files, "certificate", "key", "authority")
@@ -67,13 +67,13 @@ def test_files_come_as_they_are(files):
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_setting(files, names, message):
-    """Missing, unreadable, of another kind, locked, or not belonging together."""
+    """The error names the setting of a file that is missing, unreadable, locked, of the wrong kind or mismatched."""
     with pytest.raises(DataSettingsError, match=re.escape(message)):
         read(files, *names)
 
 
 def test_hints_are_only_given_for_what_tls_settings_may_mend():
-    """A host that is not there yet, or just leaving, is no reason to give up."""
+    """Only certificate errors get a hint: a host that is starting or exiting is no reason to give up."""
     assert (
         certificate_hint(ConnectionRefusedError())
         == certificate_hint(ssl.SSLEOFError())

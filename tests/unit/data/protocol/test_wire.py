@@ -1,4 +1,4 @@
-"""The socket of a connection, with TLS."""
+"""Tests of a connection's socket, with TLS."""
 
 import socket
 import ssl
@@ -16,7 +16,7 @@ NUM_BYTES = 100_000
 
 @pytest.fixture
 def connected():
-    """A ``Wire`` that is connected with TLS, and the other end: its socket, TLS, and what TLS has to send."""
+    """A ``Wire`` connected with TLS, and the other end's socket, TLS object and outgoing buffer."""
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
@@ -47,14 +47,14 @@ def connected():
 
 
 def receive(wire, target):
-    """Receive what has arrived, for as long as there is something, and return the rest of the target."""
+    """Receive everything that has arrived, and return the rest of the target."""
     while target and (received := wire.receive_into(target)):
         target = target[received:]
     return target
 
 
 def test_the_rest_of_a_record_wakes_the_reader(connected):
-    """OpenSSL has a part of the bytes that are missing: fewer than these arrive, and it is not waited for more."""
+    """The rest of a record wakes the reader, although OpenSSL already holds a part of the missing bytes."""
     wire, end, tls, outgoing = connected
     content = bytes(range(250)) * (NUM_BYTES // 250)
     assert tls.write(content) == NUM_BYTES
@@ -67,7 +67,7 @@ def test_the_rest_of_a_record_wakes_the_reader(connected):
         assert wire.wait(1, SOON_S)
         rest = receive(wire, rest)
     assert 17_000 < len(rest) < NUM_BYTES
-    while wire.wait(1, 0.0):  # whatever of the record has arrived behind them
+    while wire.wait(1, 0.0):  # the part of the next record that has arrived
         rest = receive(wire, rest)
     end.sendall(encrypted[half:])
     while rest:
@@ -77,7 +77,7 @@ def test_the_rest_of_a_record_wakes_the_reader(connected):
 
 
 def test_the_end_of_a_connection_is_an_error(connected):
-    """What has arrived before is received."""
+    """Data that arrived before the end of the connection is received; reading beyond it is an error."""
     wire, end, tls, outgoing = connected
     tls.write(b"last")
     end.sendall(outgoing.read())

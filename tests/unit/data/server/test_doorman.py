@@ -1,4 +1,4 @@
-"""Connections of strangers never reach gRPC; those of trusted machines do, and nothing stands in their way."""
+"""Connections from strangers never reach gRPC; connections from trusted machines always do."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lightning_sm.errors import DataSettingsError
 
 KNOWN = Credentials("job", "token")
 STRANGER = "127.0.0.66"
-# gRPC begins each connection with its settings.
+# gRPC opens each connection with a SETTINGS frame.
 HTTP2 = b"\0\0"
 
 
 @contextlib.contextmanager
 def listening(*trusted, address="127.0.0.1:0", look_up=None, credentials=KNOWN):
-    """Listen as the processes of a data host do, and yield the address."""
+    """Listen as a data host does, and yield the address."""
     settings = HostSettings(address, 1, 1, None, None, "algo-3", credentials, trusted=list(trusted))
     handler = grpc.unary_unary_rpc_method_handler(lambda _, context: context.peer().encode())
     with pytest.MonkeyPatch.context() as patched:
@@ -43,7 +43,7 @@ def listening(*trusted, address="127.0.0.1:0", look_up=None, credentials=KNOWN):
 
 
 def greeting(address, source=None):
-    """Return what a client from an address reads first."""
+    """Return the first bytes that a client reads."""
     host, _, port = address.rpartition(":")
     with contextlib.closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as sock:
         sock.settimeout(10)
@@ -56,7 +56,7 @@ def greeting(address, source=None):
 
 
 def reaches_grpc(address, source):
-    """Return whether a client gets through within 10 s: names are looked up beside the first connections."""
+    """Return whether a client gets through within 10 s: names are resolved while the first clients connect."""
     ends = time.monotonic() + 10
     while time.monotonic() < ends:
         if greeting(address, source).startswith(HTTP2):
@@ -65,7 +65,7 @@ def reaches_grpc(address, source):
 
 
 def test_a_stranger_gets_a_line_and_the_log_names_it_once(caplog):
-    """The kernel chooses by the source address; the data host's own machine is always let in."""
+    """A stranger reads the refusal, and the log names it once; the data host's own machine is always admitted."""
     caplog.set_level(logging.WARNING)
     with listening() as address:
         assert greeting(address).startswith(HTTP2)
@@ -79,13 +79,13 @@ def test_a_stranger_gets_a_line_and_the_log_names_it_once(caplog):
 
 @pytest.mark.parametrize("entry", [STRANGER, "127.0.0.64/30", "algo-1", "0.0.0.0/0"])
 def test_what_the_user_trusts_is_let_in(entry):
-    """Addresses, networks and names; the network of all addresses turns the filter off."""
+    """The user can trust addresses, networks and names; the network of all addresses turns the filter off."""
     with listening(entry, look_up=lambda _: [STRANGER]) as address:
         assert reaches_grpc(address, STRANGER)
 
 
 def test_a_host_whose_name_resolves_late_is_let_in_then():
-    """Until then its connections are closed, and it is not told that this is final."""
+    """Until the name resolves, connections are closed without the refusal, which would be final."""
     known = []
 
     def look_up(_):
@@ -99,13 +99,13 @@ def test_a_host_whose_name_resolves_late_is_let_in_then():
         assert reaches_grpc(address, STRANGER)
 
 
-# Containers often have no IPv6.
+# Many containers have no IPv6.
 HOSTS = ["127.0.0.1", "0.0.0.0", "localhost", *(["[::1]", "[::]"] if doorman._has_ipv6() else [])]  # noqa: S104
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_grpc_shares_the_port_on_every_kind_of_address(host):
-    """One for IPv4, one for IPv6, and any: all connections of trusted machines reach gRPC."""
+    """Connections from trusted machines reach gRPC on IPv4, IPv6 and wildcard addresses."""
     with listening(address=f"{host}:0") as address:
         assert address.startswith(f"{host}:")
         port = address.rpartition(":")[2]
@@ -117,14 +117,14 @@ def test_grpc_shares_the_port_on_every_kind_of_address(host):
 
 
 def test_a_port_that_is_taken_is_an_error():
-    """Sharing a port is for the two sockets of one process, not for two data hosts."""
+    """Only the two sockets of one process share a port; a second data host fails."""
     expected = pytest.raises(DataSettingsError, match=r"cannot listen .* set data_service\.port")
     with listening() as address, expected, listening(address=address):
         pass
 
 
 def test_a_port_can_be_used_again_at_once():
-    """A server process that is started again listens where the one before did, whose connections linger."""
+    """A restarted server process listens on the same port, even while old connections linger."""
     with listening() as address:
         assert greeting(address).startswith(HTTP2)
     with listening(address=address) as again:
@@ -134,14 +134,14 @@ def test_a_port_can_be_used_again_at_once():
 
 
 def test_with_mutual_tls_any_address_may_connect(tmp_path):
-    """The certificate decides, in the handshake."""
+    """With mutual TLS, the handshake checks the trainer's certificate instead of its address."""
     mutual = Credentials("job", "token", *(str(tmp_path / name) for name in "abc"))
     settings = HostSettings("127.0.0.1:0", 1, 1, None, None, "algo-3", mutual)
     assert peers.TrustedPeers(settings).trainers_show_certificates
 
 
 def test_a_kernel_without_filters_leaves_the_port_open_and_says_so(monkeypatch, caplog):
-    """The data host works, for all addresses, and the log says what protects it."""
+    """If the kernel has no filter, the data host accepts all addresses, and logs what protects it."""
     monkeypatch.setattr(doorman, "_SO_ATTACH_REUSEPORT_CBPF", 9999)
     with listening() as address:
         assert greeting(address, STRANGER).startswith(HTTP2)
@@ -149,7 +149,7 @@ def test_a_kernel_without_filters_leaves_the_port_open_and_says_so(monkeypatch, 
 
 
 def test_too_many_addresses_for_a_filter_leave_the_port_open_and_say_so(caplog):
-    """No host of a huge job is locked out."""
+    """A job with too many addresses for the filter locks out no host: the port stays open, with a warning."""
     many = [str(ipaddress.ip_address("10.0.0.0") + 2 * number) for number in range(5000)]
     with listening(*many) as address:
         assert reaches_grpc(address, STRANGER)
@@ -157,7 +157,7 @@ def test_too_many_addresses_for_a_filter_leave_the_port_open_and_say_so(caplog):
 
 
 def run(code, packet):
-    """Run a program of classic BPF over a packet."""
+    """Run a classic BPF program on a packet."""
     word, place = 0, 0
     while True:
         op, if_true, if_false, value = code[place]
@@ -191,7 +191,7 @@ def run(code, packet):
     ],
 )
 def test_the_filter_admits_exactly_the_networks(networks):
-    """For both versions of IP, compared with the standard library."""
+    """The filter agrees with ``ipaddress`` at the edges of every network, for IPv4 and IPv6."""
     parsed = [ipaddress.ip_network(each) for each in networks]
     code = doorman.program(parsed)
     edges = [edge for one in parsed for edge in (one.network_address, one.broadcast_address)]
@@ -204,7 +204,7 @@ def test_the_filter_admits_exactly_the_networks(networks):
 
 
 def test_a_refused_trainer_learns_its_address_and_the_setting():
-    """The probe reads the line of the doorman; of a data host that lets it in, it has nothing to say."""
+    """The probe explains a refusal by the doorman, and reports nothing if the data host admits the trainer."""
 
     def refuse():
         with refusing.accept()[0] as connection:

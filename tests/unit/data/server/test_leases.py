@@ -8,7 +8,7 @@ from lightning_sm.errors import DataHostMismatchError
 
 
 def test_no_trainer_connected():
-    """The host fails after the time that trainers have to start, and without such a limit it waits for ever."""
+    """The host fails if no trainer connects within the time to start; without that limit, it waits for ever."""
     assert Leases(60.0, 900.0, now=10.0).outcome(909.0) is None
     assert Leases(60.0, 900.0, now=10.0).outcome(910.0) == Finished(
         "No trainer connected within 900 s. See the trainers' logs.", is_error=True
@@ -18,7 +18,7 @@ def test_no_trainer_connected():
 
 
 def test_all_have_finished():
-    """The host exits when every expected rank has reported how it ended."""
+    """The host exits when every expected rank has finished."""
     leases = Leases(60.0, 900.0, now=0.0)
     for rank in range(2):
         leases.heartbeat(f"rank {rank}", 2, now=1.0)
@@ -29,7 +29,7 @@ def test_all_have_finished():
 
 
 def test_the_number_of_ranks_is_in_words():
-    """The reason names the ranks as people do: the only one, both, or all of so many."""
+    """The reason says "the only rank", "both ranks" or "all 3 ranks"."""
     for world_size, ranks in ((1, "the only rank has"), (2, "both ranks have"), (3, "all 3 ranks have")):
         leases = Leases(60.0, 900.0, now=0.0)
         for rank in range(world_size):
@@ -39,7 +39,7 @@ def test_the_number_of_ranks_is_in_words():
 
 
 def test_a_rank_that_has_not_connected_yet_is_waited_for():
-    """One rank may finish before another has started; the host waits for that one for a lease, not longer."""
+    """If a rank finishes before another has connected, the host waits for the other for one lease, no longer."""
     leases = Leases(60.0, 900.0, now=0.0)
     leases.heartbeat("rank 0", 2, now=1.0)
     leases.finish("rank 0", now=2.0)
@@ -48,7 +48,7 @@ def test_a_rank_that_has_not_connected_yet_is_waited_for():
 
 
 def test_trainers_that_came_one_after_the_other_are_not_waited_for():
-    """Each training had two ranks; both have ended, so no rank is missing."""
+    """After two consecutive trainings of two ranks each, no rank is missing."""
     leases = Leases(60.0, 900.0, now=0.0)
     for host in "ab":
         for rank in range(2):
@@ -59,7 +59,7 @@ def test_trainers_that_came_one_after_the_other_are_not_waited_for():
 
 
 def test_a_lost_trainer_has_finished():
-    """A trainer that was switched off sends no heartbeats, and its lease expires."""
+    """A trainer that sends no heartbeats counts as finished when its lease expires."""
     leases = Leases(60.0, 900.0, now=0.0)
     leases.heartbeat("rank 0", 1, now=100.0)
     assert leases.outcome(159.0) is None
@@ -68,7 +68,7 @@ def test_a_lost_trainer_has_finished():
 
 @pytest.mark.parametrize("is_silent", [True, False])
 def test_a_trainer_that_comes_back_has_a_lease_again(is_silent):
-    """A second run of the Trainer in one script, or a network that works again, renews a lease."""
+    """A second run of the Trainer in a script, or a network that recovers, renews a lease."""
     leases = Leases(60.0, 900.0, now=0.0)
     leases.heartbeat("rank 0", 1, now=1.0)
     if not is_silent:
@@ -79,7 +79,7 @@ def test_a_trainer_that_comes_back_has_a_lease_again(is_silent):
 
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_trainers_that_may_restart_are_waited_for(is_lost):
-    """However they ended or vanished, they have the time of the first start to come back; then the host exits."""
+    """Trainers that finished or were lost have as long to come back as to start; then the host exits."""
     leases = Leases(60.0, 900.0, now=0.0, may_restart=True)
     leases.heartbeat("rank 0", 1, now=100.0)
     if not is_lost:
@@ -93,7 +93,7 @@ def test_trainers_that_may_restart_are_waited_for(is_lost):
 
 
 def test_without_a_limit_for_the_start_no_restart_is_waited_for():
-    """Nothing says how long it may take; so the host exits when its ranks have ended."""
+    """Without a limit for the start, there is none for a restart, so the host does not wait for one."""
     leases = Leases(60.0, None, now=0.0, may_restart=True)
     leases.heartbeat("rank 0", 1, now=1.0)
     leases.finish("rank 0", now=2.0)
@@ -101,7 +101,7 @@ def test_without_a_limit_for_the_start_no_restart_is_waited_for():
 
 
 def test_an_ending_job_waits_for_no_restart():
-    """A job that is stopped does not restart: its data hosts exit with the last trainer."""
+    """A stopped job does not restart: its data hosts exit with the last trainer."""
     leases = Leases(60.0, 900.0, now=0.0, may_restart=True)
     leases.heartbeat("rank 0", 1, now=100.0)
     leases.expect_no_more()
@@ -118,7 +118,7 @@ def test_a_host_that_was_started_by_hand_stays():
 
 
 def test_a_newcomer_must_belong_to_the_training_that_runs():
-    """A host serves as many ranks as the training has, all of its size, until these have finished or are lost."""
+    """Surplus ranks and ranks of another world size are refused until the running training has finished or is lost."""
     leases = Leases(60.0, 900.0, now=0.0)
     for rank in range(2):
         leases.heartbeat(f"rank {rank}", 2, now=1.0)
@@ -136,7 +136,7 @@ def test_a_newcomer_must_belong_to_the_training_that_runs():
 
 
 def test_a_rank_may_train_in_a_smaller_group_later():
-    """Trainer(devices=1).test() on rank 0, after a fit in which the other ranks still hold their leases, is served."""
+    """After a fit, ``Trainer(devices=1).test()`` on rank 0 is served while the other ranks still hold leases."""
     leases = Leases(None, None, now=0.0)
     for rank in range(4):
         leases.heartbeat(f"rank {rank}", 4, now=1.0)
@@ -147,7 +147,7 @@ def test_a_rank_may_train_in_a_smaller_group_later():
 
 
 def test_a_refusal_names_four_ranks():
-    """Of a large training, the others are only counted."""
+    """A refusal names at most four connected ranks, and counts the others."""
     leases = Leases(None, None, now=0.0)
     for rank in range(5):
         leases.heartbeat(f"rank {rank}", 5, now=1.0)
@@ -156,7 +156,7 @@ def test_a_refusal_names_four_ranks():
 
 
 def test_a_trainer_that_is_silent_keeps_nobody_out():
-    """Also without leases, a trainer that was killed is forgotten after a minute."""
+    """Even without leases, a killed trainer is forgotten after a minute, and another can connect."""
     leases = Leases(None, None, now=0.0)
     leases.heartbeat("rank 0 on a", 1, now=1.0)
     with pytest.raises(DataHostMismatchError):
@@ -165,7 +165,7 @@ def test_a_trainer_that_is_silent_keeps_nobody_out():
 
 
 def test_an_ending_job_waits_for_no_rank_that_has_not_connected():
-    """One rank of two connected; the other one will not, and heartbeats of the first do not change that."""
+    """If one of two ranks never connects, an ending job's host exits with the other, even after more heartbeats."""
     leases = Leases(60.0, 900.0, now=0.0)
     leases.heartbeat("rank 0", 2, now=1.0)
     leases.expect_no_more()
@@ -176,7 +176,7 @@ def test_an_ending_job_waits_for_no_rank_that_has_not_connected():
 
 
 def test_an_ending_job_ends_no_lease():
-    """Connected trainers are served until they have finished, or their connection is lost."""
+    """Connected trainers are served until they finish or are lost, even while the job is ending."""
     leases = Leases(60.0, 900.0, now=0.0)
     for rank in range(2):
         leases.heartbeat(f"rank {rank}", 2, now=1.0)
@@ -187,7 +187,7 @@ def test_an_ending_job_ends_no_lease():
 
 
 def test_a_job_that_ends_before_a_trainer_connected():
-    """The host exits at once, and has not failed; also one without leases."""
+    """If the job ends before a trainer connects, the host exits at once without an error, with or without leases."""
     for lease_s in (60.0, None):
         leases = Leases(lease_s, 900.0, now=0.0)
         leases.expect_no_more()

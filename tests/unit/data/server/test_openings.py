@@ -1,4 +1,4 @@
-"""What ranks want open on a data host; the test plays the main process."""
+"""Tests of the openings that ranks share on a data host, with a fake main process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PROBLEM = Failure("RemoteTransformError", "KeyError: 3")
 
 
 class Main:
-    """A main process that answers at once, unless it is slow.
+    """A fake main process that answers at once, unless it is slow.
 
     Attributes:
-        sent: The messages that it got.
-        sources: Digests of what it has.
-        outcomes: Problem or result of an opening, by name.
-        is_slow: Whether it does not answer.
+        sent: The messages received.
+        sources: Digests of the sources that are loaded.
+        outcomes: The problem or result of each opening, by name.
+        is_slow: Whether messages stay unanswered.
     """
 
     def __init__(self):
@@ -32,25 +32,24 @@ class Main:
         self.openings = Openings(self.send, self.sources.__contains__, self.changed)
 
     def send(self, message):
-        """Take a message."""
+        """Receive a message."""
         self.sent.append(message)
         if isinstance(message, StartWorkers) and not self.is_slow:
-            # The thread that sends it has the lock.
             self.answer(message.opening.name)
 
     def answer(self, name):
-        """Answer a message."""
+        """Answer a message from another thread, because the caller may hold the lock."""
         message = StartedWorkers(name, self.outcomes.get(name))
         thread = threading.Thread(target=self.openings.take, args=(message,))
         self._answering.append(thread)
-        thread.start()  # this one may have the lock
+        thread.start()
 
     def changed(self):
-        """Note that other openings are live."""
+        """Count a change of the live openings."""
         self.num_changes += 1
 
     def open(self, *openings, client="rank 0", timeout_s=TIMEOUT_S, results=()):
-        """Have everything opened that a rank wants."""
+        """Open what a rank requests, and return the reply."""
         reply = self.openings.open(OpeningsRequest(client, list(openings), list(results)), timeout_s)
         for thread in self._answering:
             thread.join()
@@ -59,12 +58,12 @@ class Main:
 
 @pytest.fixture
 def main():
-    """A main process."""
+    """A fake main process."""
     return Main()
 
 
 def test_ranks_share_what_is_open(main):
-    """Workers are started once, and end when no rank wants them."""
+    """Workers are started once for all ranks, and closed when no rank needs them."""
     assert main.open(TRAIN) == OpeningsReply(["train"], [])
     assert main.open(TRAIN, VAL, client="rank 1") == OpeningsReply(["train", "val"], [])
     assert main.sent == [StartWorkers(TRAIN), StartWorkers(VAL)]
@@ -76,7 +75,7 @@ def test_ranks_share_what_is_open(main):
 
 
 def test_a_source_that_is_missing_is_named(main):
-    """What is there is opened."""
+    """The reply names a missing source; the other openings are opened."""
     other = Opening("other", "missing")
     assert main.open(TRAIN, other) == OpeningsReply(["train"], ["missing"])
     assert main.openings.sources == {"digest", "missing"}
@@ -85,7 +84,7 @@ def test_a_source_that_is_missing_is_named(main):
 
 
 def test_a_rank_does_not_wait_for_ever(main):
-    """It asks again, and workers that start are not started a second time."""
+    """If a request times out, the rank asks again, which does not start the workers a second time."""
     main.is_slow = True
     assert main.open(TRAIN, timeout_s=0.0) == OpeningsReply([], [])
     assert main.open(TRAIN, timeout_s=0.0) == OpeningsReply([], [])
@@ -96,7 +95,7 @@ def test_a_rank_does_not_wait_for_ever(main):
 
 
 def test_a_problem_is_told_once(main):
-    """The next time the host tries again: the cause may be gone, such as a full disk."""
+    """A problem is reported once; the next request tries again, because the cause (a full disk) may be gone."""
     main.outcomes["train"] = PROBLEM
     assert main.open(TRAIN, VAL) == OpeningsReply(["val"], [], {"train": PROBLEM})
     assert set(main.openings.live) == {"val"}
@@ -105,7 +104,7 @@ def test_a_problem_is_told_once(main):
 
 
 def test_the_result_of_a_call_is_kept_while_it_is_open(main):
-    """Other ranks get it, too."""
+    """Every rank gets the result of a call until no rank keeps it open."""
     call = Opening("setup", "digest", is_call=True)
     main.outcomes["setup"] = CallResult(b"loaders", {"dataset": "Numbers of 3"})
     assert main.open(call).results == {}
@@ -117,7 +116,7 @@ def test_the_result_of_a_call_is_kept_while_it_is_open(main):
 
 
 def test_workers_that_come_too_late_end_at_once(main):
-    """The rank that wanted them has left meanwhile."""
+    """Workers are closed as soon as they have started if no rank needs them any more."""
     main.is_slow = True
     main.open(TRAIN, timeout_s=0.0)
     main.openings.keep([])

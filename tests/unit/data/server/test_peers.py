@@ -1,4 +1,4 @@
-"""Who is trusted by the address of the caller, and what those who are not are told."""
+"""Tests of which callers a data host trusts by address, and of the refusal that others read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OWN = ["127.0.0.1", "::1", "10.0.0.3", "fe80::1%eth0"]
 
 
 class Names:
-    """A resolver that counts its lookups, and whose answers a test changes."""
+    """A resolver that counts lookups, with answers that the test sets."""
 
     def __init__(self):
         self.known, self.num_lookups, self.now = {}, 0, 0.0
@@ -34,7 +34,7 @@ class Names:
 
 @pytest.fixture
 def names(monkeypatch):
-    """What stands in for the system: its resolver, its addresses, its clock."""
+    """Replace the system's resolver, addresses and clock."""
     made = Names()
     monkeypatch.setattr(peers, "_look_up", made.look_up)
     monkeypatch.setattr(peers, "_own_addresses", lambda: OWN)
@@ -59,21 +59,21 @@ def names(monkeypatch):
     ],
 )
 def test_own_addresses_hosts_of_the_job_and_the_users_networks_are_trusted(names, address, is_trusted):
-    """Nobody else is, not even on the loopback interface."""
+    """No other address is trusted, not even a loopback address."""
     names.known = {"algo-1": ["10.0.0.1", "fd00::12"]}
     trusted = names.peers("algo-1", "192.168.7.0/24")
     assert trusted.admits(address) is is_trusted
 
 
 def test_a_certificate_is_as_good_as_an_address(names):
-    """With mutual TLS gRPC has verified it."""
+    """Trainers show certificates, which gRPC verifies, only if the data host has an authority."""
     authority = {"tls_certificate": "c", "tls_key": "k", "tls_authority": "a"}
     assert names.peers(**authority).trainers_show_certificates
     assert not names.peers(tls_certificate="c", tls_key="k").trainers_show_certificates
 
 
 def test_the_refusal_names_the_address_the_hosts_and_the_setting(names):
-    """The user sees which of the two is wrong."""
+    """The refusal names the address, the trusted hosts and the setting that would admit it."""
     names.known = {"algo-1": ["10.0.0.1"], "algo-2": ["10.0.0.2"]}
     trusted = names.peers("algo-1", "algo-2", "10.0.0.4")
     assert not trusted.admits("10.9.9.9")
@@ -101,7 +101,7 @@ def test_a_name_that_resolves_late_or_moves_is_looked_up_when_an_unknown_address
 
 
 def test_strangers_do_not_make_a_data_host_look_up_names_without_end(names):
-    """However many call, names are looked up once a second."""
+    """However many strangers connect, names are looked up at most once a second."""
     names.known = {"algo-1": ["10.0.0.1"]}
     trusted = names.peers("algo-1")
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Which worker gets which task on a data host; the tests play the workers."""
+"""Tests of how a data host assigns tasks to workers, with fake workers."""
 
 import os
 import queue
@@ -20,15 +20,15 @@ NUM_SLOTS = 2
 
 
 class FakeWorker:
-    """The other end of a worker's socket, and its memory.
+    """A fake worker: its end of the socket, and its memory.
 
     Args:
-        pool: Where it works.
-        worker_id: Its id.
-        number: Its number on the host.
-        is_ready: Whether it says that it is.
-        opening: What it works for.
-        live: Openings that are wanted beside its own.
+        pool: The pool to join.
+        worker_id: The worker's id.
+        number: The worker's number on the host.
+        is_ready: Whether it reports that it is ready.
+        opening: The opening that it works for.
+        live: Other openings that are live.
     """
 
     def __init__(self, pool, worker_id, number=0, is_ready=True, opening=OPENING, live=()):
@@ -42,7 +42,7 @@ class FakeWorker:
             self.socket.send(Ready())
 
     def next_request(self):
-        """Return the next request: encoded_spec and slot."""
+        """Return the encoded_spec and the slot of the next request."""
         message = self.socket.receive(TIMEOUT_S)
         return message.encoded_spec, message.slot
 
@@ -52,14 +52,14 @@ class FakeWorker:
         self.socket.send(BuildAnswer(slot, BuiltRange(num_bytes=1, produce_s=0.0, batches=[EncodedBatch(0, 1, b"")])))
 
     def is_idle(self):
-        """Return whether it gets no request."""
+        """Return whether no request arrives."""
         try:
             return self.socket.receive(0.05) is None
         except NothingReceivedError:
             return True
 
     def close(self):
-        """Close the connection and the memory, as the end of the process does."""
+        """Close the socket and the memory, as happens when the process exits."""
         self.socket.close()
         self.ring.close()
 
@@ -72,7 +72,7 @@ def killed():
 
 @pytest.fixture
 def pool(killed, monkeypatch):
-    """A pool without workers that soon kills hanging ones."""
+    """A pool without workers, with a short grace period for hanging ones."""
     monkeypatch.setattr(worker_pool, "_CANCEL_GRACE_S", 0.1)
     pool = WorkerPool(killed.put)
     yield pool
@@ -96,7 +96,7 @@ def worker(pool, workers):
 
 
 def submit(pool, encoded_spec, client="rank 0", opening=OPENING, is_stream=False):
-    """Submit a task; return it, and the queue of its answers."""
+    """Submit a task, and return it with the queue of its answers."""
     answers = queue.Queue()
     task = Task(client, opening, encoded_spec, answers.put, is_stream=is_stream)
     pool.submit(task)
@@ -104,7 +104,7 @@ def submit(pool, encoded_spec, client="rank 0", opening=OPENING, is_stream=False
 
 
 def test_a_batch_comes_from_the_slot(pool, worker):
-    """The answer has the bytes that the worker wrote, until it is released."""
+    """The answer holds the bytes that the worker wrote, until it is released."""
     _, answers = submit(pool, b"a")
     encoded_spec, slot = worker.next_request()
     assert encoded_spec == b"a"
@@ -132,7 +132,7 @@ def test_a_worker_fills_one_slot_while_the_other_is_sent(pool, worker):
 
 
 def test_clients_take_turns(pool, workers):
-    """A rank with many requests does not starve another."""
+    """A rank with many requests does not starve the others."""
     worker = FakeWorker(pool, 1, is_ready=False)
     workers.append(worker)
     for name in (b"a1", b"a2", b"a3"):
@@ -148,7 +148,7 @@ def test_clients_take_turns(pool, workers):
 
 
 def test_a_failure_is_passed_on(pool, worker):
-    """The answer has error, traceback, and place; the slot is free again."""
+    """The answer has the error, its traceback and its place, and the slot is free again."""
     for _ in range(NUM_SLOTS + 1):
         _, answers = submit(pool, b"a")
         _, slot = worker.next_request()
@@ -157,7 +157,7 @@ def test_a_failure_is_passed_on(pool, worker):
 
 
 def test_a_dead_worker_loses_its_batch_and_nothing_else(pool, worker, workers):
-    """Its task is answered as lost; the waiting tasks go to the worker that replaces it."""
+    """A dead worker's task is answered as lost; the waiting tasks go to its replacement."""
     _, lost = submit(pool, b"a")
     _, kept = submit(pool, b"b")
     worker.next_request()
@@ -171,7 +171,7 @@ def test_a_dead_worker_loses_its_batch_and_nothing_else(pool, worker, workers):
 
 
 def test_the_batches_of_a_stream_go_back_with_a_dead_worker(pool, worker, workers):
-    """The worker that replaces it begins again: a later batch before the lost one would take it too far."""
+    """A stream's waiting tasks are returned: built before the lost batch, they would take the stream past it."""
     _, lost = submit(pool, b"a", is_stream=True)
     _, waiting = submit(pool, b"b", is_stream=True)
     worker.next_request()
@@ -184,7 +184,7 @@ def test_the_batches_of_a_stream_go_back_with_a_dead_worker(pool, worker, worker
 
 
 def test_a_worker_that_dies_before_it_is_ready_fails_a_task(pool, workers):
-    """Otherwise, workers that cannot start would be replaced for ever, and no trainer would notice."""
+    """The failed task tells the trainer; otherwise, workers that cannot start would be replaced for ever, unnoticed."""
     _, answers = submit(pool, b"a")
     workers.append(FakeWorker(pool, 1, is_ready=False))
     pool.lose(1, "was killed by SIGSEGV")
@@ -192,7 +192,7 @@ def test_a_worker_that_dies_before_it_is_ready_fails_a_task(pool, workers):
 
 
 def test_a_worker_that_hangs_on_a_cancelled_task_is_killed(pool, worker, killed):
-    """After a grace period, the main process kills and replaces it; the cancelled task is never answered."""
+    """A worker that hangs on a cancelled task is killed after a grace period; the task is never answered."""
     task, answers = submit(pool, b"a")
     worker.next_request()
     pool.cancel(task)
@@ -202,7 +202,7 @@ def test_a_worker_that_hangs_on_a_cancelled_task_is_killed(pool, worker, killed)
 
 
 def test_a_worker_may_finish_a_cancelled_task(pool, worker, killed, monkeypatch):
-    """A worker that finishes in time is used again."""
+    """A worker that finishes a cancelled task in time is used again."""
     monkeypatch.setattr(worker_pool, "_CANCEL_GRACE_S", TIMEOUT_S)
     task, answers = submit(pool, b"a")
     _, slot = worker.next_request()
@@ -210,7 +210,7 @@ def test_a_worker_may_finish_a_cancelled_task(pool, worker, killed, monkeypatch)
     worker.done(slot, 1)
     _, more = submit(pool, b"b")
     _, slot = worker.next_request()
-    pool._kill_if_hanging(pool._workers[1], task)  # as if the time had passed
+    pool._kill_if_hanging(pool._workers[1], task)  # as if the grace period had passed
     worker.done(slot, 2)
     assert more.get(timeout=TIMEOUT_S).data[0] == 2
     assert answers.empty()
@@ -218,7 +218,7 @@ def test_a_worker_may_finish_a_cancelled_task(pool, worker, killed, monkeypatch)
 
 
 def test_a_worker_that_takes_as_long_as_before_is_not_killed(pool, worker, killed):
-    """Heavy batches have more time: a killed worker loses its caches, and files that it writes stay half."""
+    """Heavy batches get more time: killing a worker would lose its caches and leave files half-written."""
     _, answers = submit(pool, b"heavy")
     _, slot = worker.next_request()
     with pytest.raises(queue.Empty):
@@ -235,7 +235,7 @@ def test_a_worker_that_takes_as_long_as_before_is_not_killed(pool, worker, kille
 
 
 def test_a_waiting_task_that_is_cancelled_is_forgotten(pool, worker):
-    """It never reaches a worker."""
+    """A waiting task that is cancelled never reaches a worker."""
     submit(pool, b"a")
     task, _ = submit(pool, b"b")
     submit(pool, b"c")
@@ -245,7 +245,7 @@ def test_a_waiting_task_that_is_cancelled_is_forgotten(pool, worker):
 
 
 def test_workers_whose_opening_is_closed_are_closed(pool, worker, workers):
-    """An old worker finishes its task, its batches are sent, and then its socket is closed."""
+    """A worker whose opening is closed finishes its task; its socket is closed once the batches are sent."""
     _, answers = submit(pool, b"a")
     _, slot = worker.next_request()
     workers.append(FakeWorker(pool, 2, opening="other"))
@@ -260,7 +260,7 @@ def test_workers_whose_opening_is_closed_are_closed(pool, worker, workers):
 
 
 def test_workers_of_other_openings_stay_and_take_turns(pool, worker, workers):
-    """Validation has workers of its own, but no more work at a time than there are CPUs for."""
+    """Validation has separate workers, but no more workers are busy at a time than there are CPUs."""
     validation = "val"
     workers.append(FakeWorker(pool, 2, opening=validation, live=[OPENING]))
     submit(pool, b"a")
@@ -279,7 +279,7 @@ def test_workers_of_other_openings_stay_and_take_turns(pool, worker, workers):
 
 
 def test_a_task_waits_for_a_worker_of_its_opening(pool, workers):
-    """Workers of others get no request."""
+    """A task is never assigned to a worker of another opening."""
     workers.append(FakeWorker(pool, 1, live=("test",)))
     submit(pool, b"a", opening="test")
     assert workers[0].is_idle()
@@ -287,7 +287,7 @@ def test_a_task_waits_for_a_worker_of_its_opening(pool, workers):
 
 
 def test_state_counts_workers_and_tasks(pool, worker):
-    """What a data host reports about its workers."""
+    """The report counts the workers, the busy workers and the queued tasks."""
     submit(pool, b"a")
     worker.next_request()
     report = pool.report("algo-3")
@@ -295,7 +295,7 @@ def test_state_counts_workers_and_tasks(pool, worker):
 
 
 def test_closing_a_pool_whose_thread_has_ended_already(monkeypatch):
-    """A message from a worker can wake the thread, which then ends before ``close`` wakes it."""
+    """``close`` also works if a worker's message wakes the thread, which exits before ``close`` wakes it."""
     pool = WorkerPool(print)
     wake = pool._wake
 
@@ -310,9 +310,9 @@ def test_closing_a_pool_whose_thread_has_ended_already(monkeypatch):
 
 
 def test_the_time_of_demand_ends_with_the_last_request():
-    """Two workers: one is idle for lack of requests for 1 s of 4, then the last batch takes 10 s, then nothing happens.
+    """The last batches and the pause between two epochs do not make busy workers look idle.
 
-    Before, the time in which the last batches are built, and the time between two epochs, made busy workers look idle.
+    Of two workers, one is idle for 1 s of 4 for lack of requests; then the last batch takes 10 s, then nothing happens.
     """
     work = _Work()
     now = work._measured_at
@@ -329,7 +329,7 @@ def test_the_time_of_demand_ends_with_the_last_request():
 
 
 def test_the_time_in_which_requests_wait_counts_without_further_ones():
-    """A trainer may request all batches of a short epoch at once."""
+    """Time with waiting requests counts even if no more arrive: a trainer may request a whole short epoch at once."""
     work = _Work()
     now = work._measured_at
     work.request(is_needed=False)
@@ -341,7 +341,7 @@ def test_the_time_in_which_requests_wait_counts_without_further_ones():
 
 
 def test_a_busy_worker_counts_while_others_wait_for_it(pool, worker):
-    """The worker is busy as long as there are requests; one that comes alone says nothing."""
+    """Busy time counts as long as requests follow each other; a single request counts for nothing."""
     answers = [submit(pool, b"a")[1]]
     assert (pool.report("algo-3").busy_s, pool.report("algo-3").built) == (0.0, 0)
     _, slot = worker.next_request()
@@ -357,7 +357,7 @@ def test_a_busy_worker_counts_while_others_wait_for_it(pool, worker):
 
 
 def test_tasks_of_what_is_closed_fail_at_once(pool, worker, workers):
-    """Those that wait when it is closed, and those that come later: no worker would ever take them."""
+    """Tasks of a closed opening fail, whether waiting or new, because no worker would ever take them."""
     submit(pool, b"running")
     worker.next_request()
     _, waiting = submit(pool, b"waiting")
@@ -369,7 +369,7 @@ def test_tasks_of_what_is_closed_fail_at_once(pool, worker, workers):
 
 
 def test_tasks_may_come_before_the_workers(pool, workers):
-    """After a restart of the server process, trainers may be quicker than the workers."""
+    """After a restart of the server process, tasks wait for their workers: trainers may connect first."""
     _, answers = submit(pool, b"early")
     workers.append(FakeWorker(pool, 1))
     workers[0].done(workers[0].next_request()[1], 7)

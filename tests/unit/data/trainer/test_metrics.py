@@ -1,4 +1,4 @@
-"""Numbers for loggers, and differences of what data hosts report."""
+"""Tests of logger metrics, and of the changes between two reports of data hosts."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from lightning_sm.data.trainer.reporter import changes, logger_metrics
 
 
 def host(name="algo-2", **values):
-    """The feeder's state of a data host."""
+    """Return the feeder's snapshot of a data host."""
     known = {
         "workers": 4,
         "num_received": 10,
@@ -25,7 +25,7 @@ def host(name="algo-2", **values):
 
 
 def test_metrics_are_per_batch_and_per_second():
-    """Times in ms per batch, rates per second, counts of all hosts."""
+    """Metrics are times in ms per batch, rates per second, and counts over all hosts."""
     figures = RankFigures(num_batches=4, num_steps=4, num_bytes=8_000_000, wait_s=0.2, busy_s=0.6, transfer_s=0.1)
     metrics = logger_metrics(figures, 3, [host(), host("algo-3", num_retries=4)])
     assert metrics["data/transfer_ms"] == pytest.approx(25)
@@ -35,7 +35,7 @@ def test_metrics_are_per_batch_and_per_second():
 
 
 def test_a_host_counts_from_the_report_before():
-    """What it did in the epoch; a host that was not there before did all of it."""
+    """A host's figures count from the previous report, or from zero if there is none."""
     before = host(
         busy_s=5.0, capacity_s=6.0, num_built=18, built_s=8.0, num_received=7, transfer_s=1.5, num_retries=0, num_lost=1
     )
@@ -46,7 +46,7 @@ def test_a_host_counts_from_the_report_before():
 
 
 def test_a_restarted_host_counts_from_zero():
-    """Its own figures are new, those of the connection to it go on."""
+    """After a restart, a host's counters begin at zero, while the connection's counters continue."""
     figures = host().since(host(busy_s=100.0, capacity_s=110.0, num_built=300, built_s=120.0, num_received=4))
     assert (figures.busy_s, figures.capacity_s, figures.num_built, figures.num_received) == (8.0, 10.0, 20, 6)
 
@@ -62,5 +62,5 @@ def test_a_restarted_host_counts_from_zero():
     ids=["new", "lost", "still lost", "back"],
 )
 def test_what_happens_to_data_hosts_becomes_events(before, after, events):
-    """Only what is new since the last time."""
+    """Only changes since the last report become events."""
     assert list(changes(before, after)) == events

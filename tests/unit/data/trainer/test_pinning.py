@@ -1,4 +1,4 @@
-"""Slots are released only after the copies that read them, with a stand-in for CUDA."""
+"""Slots are released only after the copies that read them, tested with a fake CUDA."""
 
 import logging
 from collections import deque
@@ -9,7 +9,7 @@ from lightning_sm.data.trainer.pinning import MAX_COPYING, PinnedSlots
 
 
 class FakeCUDA:
-    """Records what is registered; copies are done when a test says so, or when somebody waits for them."""
+    """Records registered memory; a copy is done when the test sets ``is_done``, or when something waits for it."""
 
     def __init__(self, status=0, num_devices=1):
         self.status, self.num_devices = status, num_devices
@@ -33,19 +33,19 @@ class FakeEvent:
     is_done = False
 
     def query(self):
-        """Whether everything before it is done."""
+        """Return whether everything before the event is done."""
         return self.is_done
 
     def synchronize(self):
-        """Wait until everything before it is done."""
+        """Wait until everything before the event is done."""
         self.is_done = True
 
 
 class FailedEvent(FakeEvent):
-    """An event after a kernel that failed."""
+    """An event after a failed kernel."""
 
     def query(self):
-        """What torch raises from then on."""
+        """Raise the error that torch raises from then on."""
         raise RuntimeError("CUDA error: device-side assert triggered")
 
 
@@ -67,7 +67,7 @@ def test_a_slot_is_released_after_the_copies_in_flight():
 
 
 def test_a_slot_is_released_after_the_copies_to_all_gpus():
-    """A batch may be copied to several GPUs; the slowest counts."""
+    """If a batch is copied to several GPUs, its slot is released after the slowest copy."""
     free, cuda = [], FakeCUDA(num_devices=2)
     slots = PinnedSlots(free.append, cuda)
     slots.drop(3)
@@ -80,7 +80,7 @@ def test_a_slot_is_released_after_the_copies_to_all_gpus():
 
 
 def test_a_loop_that_runs_ahead_of_its_gpu_waits_for_the_oldest_copy():
-    """No more slots than the ring has for it are kept from the feeder."""
+    """The loop waits rather than keep more slots from the feeder than the ring has for copies."""
     free, cuda = [], FakeCUDA()
     slots = PinnedSlots(free.append, cuda)
     for slot in range(MAX_COPYING + 2):
@@ -91,14 +91,14 @@ def test_a_loop_that_runs_ahead_of_its_gpu_waits_for_the_oldest_copy():
 
 
 def test_nothing_dropped_records_no_event():
-    """An event per batch would cost time for nothing."""
+    """No event is recorded if no batch was dropped, because every event costs time."""
     cuda = FakeCUDA()
     assert not PinnedSlots(lambda _: None, cuda).advance()
     assert not cuda.events
 
 
 def test_a_slot_is_locked_once_and_again_when_a_batch_is_larger():
-    """Whole pages are locked, and a smaller batch changes nothing."""
+    """Whole pages are locked; a smaller batch changes nothing, and a larger one is locked anew."""
     cuda = FakeCUDA()
     slots = PinnedSlots(lambda _: None, cuda)
     memory = np.zeros(20_000, np.uint8)
@@ -108,7 +108,7 @@ def test_a_slot_is_locked_once_and_again_when_a_batch_is_larger():
 
 
 def test_closing_unlocks_the_memory_after_the_last_copy():
-    """A second fit in the process must not find the memory of the first one still locked."""
+    """Closing unlocks all memory, because a second fit in the process must not find it still locked."""
     free, cuda = [], FakeCUDA()
     slots = PinnedSlots(free.append, cuda)
     for slot in (0, 1):
@@ -122,7 +122,7 @@ def test_closing_unlocks_the_memory_after_the_last_copy():
 
 
 def test_closing_after_a_failed_kernel_leaves_the_error_to_the_user(caplog):
-    """CUDA fails every call after a failed kernel; the first error must not be replaced by that of the clean-up."""
+    """Closing only logs errors: CUDA fails every call after a failed kernel, whose error must not be hidden."""
     cuda = FakeCUDA()
     slots = PinnedSlots(lambda _: None, cuda)
     cuda.record_events = lambda: [FailedEvent()]
@@ -133,7 +133,7 @@ def test_closing_after_a_failed_kernel_leaves_the_error_to_the_user(caplog):
 
 
 def test_a_refusal_is_logged_once_and_training_continues(caplog):
-    """Without page-locked memory, copies are slower but right."""
+    """If CUDA refuses to page-lock memory, copies are slower but correct, and one warning is logged."""
     cuda = FakeCUDA(status=2)
     slots = PinnedSlots(lambda _: None, cuda)
     with caplog.at_level(logging.WARNING):

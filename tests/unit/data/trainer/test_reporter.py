@@ -1,4 +1,4 @@
-"""Reports of the data service: of all ranks, by rank 0, once per epoch."""
+"""Tests of the data service's reports, which rank 0 makes for all ranks once per epoch."""
 
 import logging
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ HOST = HostSnapshot("algo-3", workers=1)
 
 
 class Feeder:
-    """What a rank shares, and what the data hosts know of others."""
+    """A fake feeder that keeps a rank's shared figures, and has the figures of other ranks."""
 
     name = "rank 0 on algo-1"
 
@@ -35,7 +35,7 @@ class Feeder:
 
 
 class Times:
-    """The clock and the record of ``StepTimes``."""
+    """A stand-in for ``StepTimes``, with a clock and a record."""
 
     def __init__(self, now):
         self.clock = StepClock(lambda: now[0])
@@ -49,7 +49,7 @@ class Times:
 
 
 def make_trainer(epoch=0, **values):
-    """A Trainer in an epoch."""
+    """Return a fake Trainer in an epoch."""
     fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
     known = {"loggers": [], "log_every_n_steps": 50, "is_global_zero": True, "current_epoch": epoch}
     return SimpleNamespace(fit_loop=fit_loop, **{**known, **values})
@@ -68,13 +68,13 @@ def train(reporter, times, trainer, now, wait_s=0.0, busy_s=1.0):
 
 @pytest.fixture
 def now():
-    """The time, which the test sets."""
+    """The current time, which the test sets."""
     return [0.0]
 
 
 @pytest.fixture
 def feeder():
-    """The client of the feeder."""
+    """A fake client of the feeder."""
     return Feeder()
 
 
@@ -86,7 +86,7 @@ def times(now):
 
 @pytest.fixture
 def reporter(feeder, times):
-    """The reporter of rank 0, when the training begins."""
+    """Rank 0's reporter at the start of training."""
     made = Reporter(lambda: feeder)
     made.begin_run()
     made.follow(times)
@@ -95,13 +95,13 @@ def reporter(feeder, times):
 
 @pytest.fixture
 def said(caplog):
-    """What was logged."""
+    """The messages logged so far."""
     caplog.set_level(logging.INFO)
     return lambda: caplog.messages
 
 
 def test_the_report_is_about_the_slowest_rank(feeder, reporter, times, now, said):
-    """Rank 0 waits for nothing, and says how long rank 1 waited, since the last report."""
+    """Rank 0, which does not wait, reports how long rank 1 has waited since the last report."""
     feeder.ranks["rank 1 on algo-2"] = RankFigures(num_batches=9, num_steps=9, wait_s=100.0)
     train(reporter, times, make_trainer(), now)
     added = RankFigures(num_batches=12, num_steps=12, wait_s=106.0, busy_s=2.0, produce_s=5.0)
@@ -112,7 +112,7 @@ def test_the_report_is_about_the_slowest_rank(feeder, reporter, times, now, said
 
 
 def test_a_run_does_not_report_what_came_late_from_the_one_before(feeder, reporter, times, now, said):
-    """Rank 1 waited in an earlier fit, and rank 0 as well."""
+    """Waits of an earlier fit are not reported, even if they arrive during the next one."""
     trainer = make_trainer()
     train(reporter, times, trainer, now, wait_s=10.0)
     feeder.ranks["rank 1 on algo-2"] = RankFigures(num_batches=9, num_steps=9, wait_s=100.0)
@@ -125,7 +125,7 @@ def test_a_run_does_not_report_what_came_late_from_the_one_before(feeder, report
 
 
 def test_a_healthy_epoch_has_no_line(feeder, reporter, times, now, said):
-    """The progress line has its wait."""
+    """A healthy epoch has no report: the progress line shows its wait."""
     feeder.ranks["rank 1 on algo-2"] = RankFigures()
     train(reporter, times, make_trainer(), now, wait_s=0.25, busy_s=0.75)
     reporter.end_epoch(make_trainer())
@@ -133,7 +133,7 @@ def test_a_healthy_epoch_has_no_line(feeder, reporter, times, now, said):
 
 
 def test_every_rank_shares_its_figures(feeder, reporter, times, now, said):
-    """Rank 1 reports nothing, logs nothing, and asks for no state."""
+    """Ranks other than 0 share their figures, but report and log nothing, and request no snapshot."""
     feeder.snapshot = None
     trainer = make_trainer(is_global_zero=False)
     train(reporter, times, trainer, now)
@@ -144,13 +144,13 @@ def test_every_rank_shares_its_figures(feeder, reporter, times, now, said):
 
 
 def test_an_epoch_without_batches_has_no_report(reporter, said):
-    """As of a loader that data hosts do not serve, without which nothing is connected."""
+    """An epoch without batches has no report: nothing is connected if data hosts do not serve the loader."""
     reporter.end_epoch(make_trainer())
     assert not said()
 
 
 def test_trouble_of_data_hosts_has_lines_of_its_own(feeder, reporter, times, now, caplog):
-    """Only in the epoch in which it happened."""
+    """Problems of a data host are logged only in the epoch in which they happened."""
     for epoch, lost in enumerate((1, 0)):
         train(reporter, times, make_trainer(epoch), now)
         feeder.host = replace(feeder.host, num_lost=feeder.host.num_lost + lost)
@@ -160,7 +160,7 @@ def test_trouble_of_data_hosts_has_lines_of_its_own(feeder, reporter, times, now
 
 
 def test_waits_are_those_of_the_clock_of_steps(feeder, reporter, times, now):
-    """What other ranks and the record get is what the loggers' ``time/...`` and the page show."""
+    """The waits that other ranks and the record get match the loggers' ``time/...`` metrics and the page."""
     trainer, clock = make_trainer(), times.clock
     for _ in range(9):
         clock.enter(DATA_WAIT)
@@ -181,7 +181,7 @@ def test_waits_are_those_of_the_clock_of_steps(feeder, reporter, times, now):
 
 
 def test_a_later_fit_adds_to_the_sums_of_the_process(feeder, reporter, times, now):
-    """Each fit has a clock of its own, and data hosts take sums that fall for those of a new process."""
+    """Each fit has a new clock, but sums continue: data hosts would take falling sums for a new process."""
     train(reporter, times, make_trainer(), now, wait_s=1.0)
     reporter.begin_run()
     second = Times(now)
@@ -193,7 +193,7 @@ def test_a_later_fit_adds_to_the_sums_of_the_process(feeder, reporter, times, no
 
 
 def test_a_feeder_that_does_not_answer_costs_the_statistics_only(feeder, reporter, times, now, caplog):
-    """A training, or a fit that has ended, goes on without them."""
+    """If the feeder does not answer, training continues, or the fit finishes, without statistics."""
 
     def snapshot():
         raise DataServiceError("The feeder process did not answer within 10 s.")
@@ -206,7 +206,7 @@ def test_a_feeder_that_does_not_answer_costs_the_statistics_only(feeder, reporte
 
 
 def test_the_record_gets_sums_since_the_start(feeder, reporter, times, now):
-    """Of this rank, too, whose last figures may not have arrived anywhere yet; and what happened to data hosts."""
+    """The record gets the latest sums of every rank, including this one, and the events of data hosts."""
     feeder.host = replace(feeder.host, busy_s=3.0, num_hedges=2)
     train(reporter, times, make_trainer(), now)
     feeder.host = replace(feeder.host, state="down")
@@ -218,7 +218,7 @@ def test_the_record_gets_sums_since_the_start(feeder, reporter, times, now):
 
 
 def test_a_rank_that_has_finished_is_in_the_record(feeder, reporter, times, now):
-    """Data hosts know it no longer when rank 0 ends its training."""
+    """The record includes a rank that has finished, although data hosts have forgotten it."""
     feeder.ranks["rank 1 on algo-2"] = RankFigures(num_batches=3, num_steps=3)
     train(reporter, times, make_trainer(), now)
     feeder.ranks.clear()
@@ -227,7 +227,7 @@ def test_a_rank_that_has_finished_is_in_the_record(feeder, reporter, times, now)
 
 
 def test_loggers_get_metrics_every_so_many_batches(reporter, times, now):
-    """On rank 0; also without a training whose steps are timed."""
+    """Rank 0 logs metrics every ``log_every_n_steps`` batches."""
     logged = []
     logger = SimpleNamespace(log_metrics=lambda values, step: logged.append(values))
     train(reporter, times, make_trainer(loggers=[logger], log_every_n_steps=2), now)

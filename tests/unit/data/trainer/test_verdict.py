@@ -1,4 +1,4 @@
-"""The verdict names what held up training, and is silent about trifles."""
+"""The verdict names what held up training, and ignores short waits."""
 
 import pytest
 from msgspec.structs import replace
@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.data.trainer.verdict import trouble, verdict, wait_cause
 
-# An epoch of 100 steps, 10 s long, that never waits.
+# An epoch of 100 steps that takes 10 s and never waits.
 RANK = RankFigures(
     num_batches=101,
     num_steps=101,
@@ -18,29 +18,29 @@ RANK = RankFigures(
     produce_s=20.0,
     transfer_s=1.0,
 )
-# Two workers that built those batches, and had time to spare.
+# Two workers that built these batches with time to spare.
 HOST = HostFigures(
     "algo-3", workers=2, busy_s=10.0, capacity_s=40.0, num_built=100, built_s=20.0, num_received=50, transfer_s=0.5
 )
 
 
 def ranks(*figures):
-    """Ranks by name."""
+    """Return figures by rank name."""
     return {f"rank {number} on algo-{number + 1}": one for number, one in enumerate(figures)}
 
 
 def hosts(*figures):
-    """Data hosts with names of their own."""
+    """Return data hosts with distinct names."""
     return [replace(one, name=f"algo-{number + 3}") for number, one in enumerate(figures)]
 
 
 def waiting(wait_s, transfer_wait_s=0.0, **changes):
-    """A rank that waited."""
+    """Return the figures of a rank that waited."""
     return replace(RANK, wait_s=wait_s, transfer_wait_s=transfer_wait_s, **changes)
 
 
 def test_nothing_is_said_when_nothing_is_wrong():
-    """Four equal ranks that do not wait, on two data hosts; and a rank that has just started."""
+    """The verdict is empty for ranks that do not wait, and before any rank has figures."""
     assert verdict(ranks(*[RANK] * 4), hosts(HOST, HOST)) == ""
     assert verdict({}, hosts(HOST)) == ""
 
@@ -48,21 +48,19 @@ def test_nothing_is_said_when_nothing_is_wrong():
 @pytest.mark.parametrize(
     "rank",
     [
-        # 7 % of 0.04 s, and 90 % of a second.
         replace(RANK, wait_s=0.0028, busy_s=0.0372, sync_s=0.03),
         replace(RANK, wait_s=0.9, busy_s=0.1, sync_s=0.08),
-        # Two seconds of a minute.
         replace(RANK, wait_s=2.0, busy_s=58.0, sync_s=50.0),
     ],
     ids=["7% of 0.04 s", "90% of 1 s", "2 s of 60 s"],
 )
 def test_trifles_are_no_advice(rank):
-    """It takes both a part of the epoch and some seconds."""
+    """A wait is reported only if it is a notable part of the epoch and lasts some seconds."""
     assert verdict(ranks(rank, rank), hosts(replace(HOST, busy_s=40.0))) == ""
 
 
 def test_slow_transforms_need_workers():
-    """How many is said by plan alone, which knows the hosts, and by the report, which asks it."""
+    """The verdict suggests more workers without a number, which only ``plan`` computes, from the hosts."""
     slow = [waiting(290.0, produce_s=200.0, queue_s=100.0)] * 2
     text = verdict(ranks(*slow), [replace(HOST, workers=6, busy_s=1710.0, capacity_s=1800.0)])
     assert text.startswith(
@@ -72,7 +70,7 @@ def test_slow_transforms_need_workers():
 
 
 def test_a_slow_network_is_named_with_its_rate():
-    """Batches are in transit for most of the waiting, while workers are idle."""
+    """The network is named if batches are in transit for most of the wait while workers are idle."""
     text = verdict(ranks(waiting(90.0, 80.0, transfer_s=150.0), waiting(88.0, 78.0)), hosts(HOST, HOST))
     assert text.startswith(
         "Training waits 90% of the time for the network: of the 1.68 s from request to batch, 1.49 s"
@@ -82,7 +80,7 @@ def test_a_slow_network_is_named_with_its_rate():
 
 
 def test_a_rank_with_slow_code_of_its_own_is_named():
-    """The others wait for it in the backward pass, and no rank waits for data."""
+    """A slow rank is named if the others wait for it in the backward pass and no rank waits for data."""
     slow = replace(RANK, busy_s=100.0, sync_s=2.0)
     others = [replace(RANK, busy_s=100.0, sync_s=98.0)] * 3
     text = verdict(ranks(others[0], slow, *others[1:]), hosts(HOST))
@@ -93,7 +91,7 @@ def test_a_rank_with_slow_code_of_its_own_is_named():
 
 
 def test_a_rank_that_waits_for_its_data_holds_up_the_others_by_data():
-    """The others seem busy all the time, because they wait for it in the backward pass."""
+    """The rank that waits for data is named, although the others seem busy while they wait in the backward pass."""
     own = waiting(62.0, produce_s=60.0, busy_s=38.0, sync_s=36.0)
     others = [replace(RANK, busy_s=100.0, sync_s=98.0)] * 3
     text = verdict(ranks(*others, own), [replace(HOST, busy_s=195.0, capacity_s=200.0)])
@@ -101,7 +99,7 @@ def test_a_rank_that_waits_for_its_data_holds_up_the_others_by_data():
 
 
 def test_a_rank_that_waits_for_another_in_the_forward_pass_is_not_slow():
-    """It waits for the buffers of rank 0, which waits for its data."""
+    """A rank that waits for the buffers of rank 0, which waits for data, is not called slow."""
     main = waiting(62.0, produce_s=60.0, busy_s=38.0, sync_s=36.0)
     other = replace(RANK, busy_s=100.0, sync_s=37.0)
     text = verdict(ranks(main, other), [replace(HOST, busy_s=195.0, capacity_s=200.0)])
@@ -109,7 +107,7 @@ def test_a_rank_that_waits_for_another_in_the_forward_pass_is_not_slow():
 
 
 def test_a_slow_data_host_is_named():
-    """Its workers take four times as long for a batch as those of the others."""
+    """A data host is named if its workers take four times as long per batch as the others."""
     slow = replace(HOST, num_built=20, built_s=16.0)
     text = verdict(ranks(waiting(5.0)), hosts(HOST, slow, HOST))
     assert text.startswith("Training waits 33% of the time because of data host algo-4: a worker takes 800 ms")
@@ -117,7 +115,7 @@ def test_a_slow_data_host_is_named():
 
 
 def test_a_data_host_with_a_slow_network_is_named():
-    """Batches of the others come at once."""
+    """A data host is named if its batches are in transit much longer than the batches of the others."""
     slow = replace(HOST, num_received=10, transfer_s=9.0)
     text = verdict(ranks(waiting(5.0, 4.5)), hosts(HOST, slow))
     assert (
@@ -127,13 +125,13 @@ def test_a_data_host_with_a_slow_network_is_named():
 
 
 def test_a_window_that_is_too_small_is_the_last_suspect():
-    """Neither the workers nor the network are full."""
+    """A larger window is suggested if neither the workers nor the network are at their limit."""
     assert "Raise data_service.window_batches" in verdict(ranks(waiting(5.0)), hosts(HOST))
     assert "Raise data_service.window_batches" in verdict(ranks(waiting(5.0)), [HostFigures("algo-3")])
 
 
 def test_a_data_host_that_builds_nothing_is_named():
-    """Its requests are sent to the other one, too, whose workers are busy: more of them are not what is missing."""
+    """A host that builds nothing is named, rather than the workers of the other host, which build its batches too."""
     silent = replace(HOST, num_built=0, built_s=0.0, num_received=0, transfer_s=0.0, num_hedges=9)
     full = replace(HOST, busy_s=39.0)
     cause = wait_cause(ranks(waiting(5.0)), hosts(full, silent))
@@ -143,7 +141,7 @@ def test_a_data_host_that_builds_nothing_is_named():
 
 
 def test_a_host_that_has_just_started_is_not_silent():
-    """Where no host has built much yet, nothing is wrong."""
+    """A host that has built nothing is not reported while no host has built many batches."""
     new = replace(HOST, num_built=0)
     assert trouble(hosts(new, replace(HOST, num_built=2))) == []
 
@@ -152,7 +150,7 @@ def test_a_host_that_has_just_started_is_not_silent():
     ("state", "words"), [("up", "lost once, and it is back"), ("down", "lost once, and it is down")]
 )
 def test_a_wait_for_a_data_host_that_was_lost_is_none_for_the_network(state, words):
-    """Its batches are late because another host, or its next life, has to build them again."""
+    """A lost host is named rather than the network: its batches are late because they must be built again."""
     gone = replace(HOST, state=state, num_lost=1, num_retries=4)
     cause = wait_cause(ranks(waiting(90.0, 80.0, transfer_s=150.0)), hosts(HOST, gone))
     assert cause.name == "data host algo-4"
@@ -160,7 +158,7 @@ def test_a_wait_for_a_data_host_that_was_lost_is_none_for_the_network(state, wor
 
 
 def test_trouble_is_what_needed_repair():
-    """Lost connections, repeated requests, and hosts that are gone; a healthy host is not mentioned."""
+    """Trouble lists lost connections, repeated requests and hosts that are down; a healthy host is not mentioned."""
     lost = replace(HOST, num_lost=2, num_retries=5)
     gone = replace(HOST, state="down", why="unavailable", num_lost=1, num_retries=1)
     assert trouble(hosts(HOST, lost, gone)) == [

@@ -1,1 +1,1 @@
-"""Tests of the launchers' agreement on how a job ends: real sockets, short times."""
+"""Tests of how launchers agree on the outcome of a job: real sockets, short timeouts."""

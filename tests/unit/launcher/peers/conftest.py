@@ -1,4 +1,4 @@
-"""What the tests of the launchers open, and that nothing of it is left."""
+"""Fixtures that close what the launchers' tests open, and check for leaks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.unit.launcher.peers.launchers import Lines
 
 @pytest.fixture
 def exits():
-    """Closes what a test opened, also when it fails."""
+    """An ExitStack that is closed after the test, even if the test fails."""
     with contextlib.ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture
 def lines():
-    """The log lines of the launchers."""
+    """The launchers' log lines."""
     handler, logger = Lines(), logging.getLogger("lightning_sm.launcher.peers")
     logger.addHandler(handler)
     level = logger.level
@@ -33,11 +33,11 @@ def lines():
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
-    """Fail a test that leaves a thread or a descriptor behind; daemon threads are not seen by the general guard."""
+    """Fail a test that leaks a thread or a descriptor: the general guard does not see daemon threads."""
     threads, descriptors = set(threading.enumerate()), psutil.Process().num_fds()
     yield
     left = [thread for thread in threading.enumerate() if thread not in threads]
     for thread in left:
-        thread.join(1.0)  # the other end of its connection may have been closed just now
+        thread.join(1.0)  # the other end of its connection may just have been closed
     assert not [thread.name for thread in left if thread.is_alive()]
     assert psutil.Process().num_fds() <= descriptors

@@ -1,4 +1,4 @@
-"""The launchers of one job: several in this process, or one in a process of its own that can be killed."""
+"""Launchers of one job: several in this process, or one in a separate process that tests can kill."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.fakes.reserved_job import reserve_job
 
 TIMEOUT_S = 20
 MAIN, DATA = "algo-1", "data-1"
-# Short, but long against the pauses of a busy machine.
+# Short, but much longer than the pauses of a busy machine.
 FAST = {"peers_timeout_s": 0.5, "after_failure_s": 5.0, "lost_s": 5.0, "poll_s": 0.02}
 BROKEN = Outcome.of_exit_code(3, "ValueError: broken")
 
 
 class Job:
-    """The hosts of a job in one process: algo-1 and so on train, data-1 and so on serve."""
+    """The hosts of a job in one process: algo-1, algo-2, ... train; data-1, data-2, ... serve data."""
 
     identity = "arn:aws:sagemaker:us-east-1:123456789012:training-job/test"
 
@@ -37,10 +37,10 @@ class Job:
         self._exits = exits
         _, topology, ports = reserve_job({"trainer": self.trainers})
         exits.enter_context(ports)
-        self.port = topology.main_port  # any port of its own
+        self.port = topology.main_port  # any unused port
 
     def make(self, own, *, max_restarts=0, **timings):
-        """The launcher of a host, not started."""
+        """Make the launcher of a host without starting it."""
         limits, address = Timings(**{**FAST, **timings}), (self.bind, self.port)
         if own != MAIN:
             return Client(own, main_host=MAIN, address=address, key=self.key, timings=limits)
@@ -57,22 +57,22 @@ class Job:
         )
 
     def start(self, own, **options):
-        """The launcher of a host, started."""
+        """Start the launcher of a host."""
         return self._exits.enter_context(self.make(own, **options))
 
     def start_all(self, **options):
-        """The launchers of all hosts, the hub first, when all are connected."""
+        """Start the launchers of all hosts, the hub first, and wait until they are connected."""
         launchers = {host: self.start(host, **options) for host in (*self.trainers, *self.data_hosts)}
         connected(*(peers for host, peers in launchers.items() if host != MAIN))
         return launchers
 
     def connect(self):
-        """A connection to the hub that no launcher made."""
+        """Open a raw connection to the hub."""
         return Raw(self._exits.enter_context(socket.create_connection((self.bind, self.port), timeout=TIMEOUT_S)))
 
 
 class Raw:
-    """One end of a connection to a hub, byte by byte."""
+    """A raw connection to a hub."""
 
     def __init__(self, sock):
         self.sock = sock
@@ -80,25 +80,25 @@ class Raw:
         self.challenge = self.lines.readline()
 
     def ask(self, host, key, attempt=0, outcome=None):
-        """Ask as a host, and return the answer."""
+        """Send a request as a host and return the answer."""
         line = self.request(host, key, attempt, outcome)
         self.sock.sendall(line)
         return from_line(self.lines.readline(), Answer, key, mac_of(line))
 
     def request(self, host, key, attempt=0, outcome=None):
-        """The line with which a host asks."""
+        """The request line of a host."""
         return to_line(Question(host, "random", attempt, outcome), key, self.challenge)
 
     def is_closed(self):
-        """Whether the other end closes the connection, and sends nothing before."""
+        """True if the other end closes the connection without sending anything."""
         try:
             return self.lines.read() == b""
-        except ConnectionResetError:  # it closed with bytes unread
+        except ConnectionResetError:  # the other end closed with unread bytes
             return True
 
 
 def answered(connection, key, *answers):
-    """Answer a host as the hub of its job, once for each answer; returns its requests."""
+    """Answer a host as its job's hub, once per answer, and return the requests."""
     challenge, lines, requests = b"random text of the hub\n", connection.makefile("rb"), []
     connection.sendall(challenge)
     for answer in answers:
@@ -109,7 +109,7 @@ def answered(connection, key, *answers):
 
 
 class Lines(logging.Handler):
-    """Log lines as they come."""
+    """A handler that collects log lines."""
 
     def __init__(self):
         super().__init__()
@@ -117,12 +117,12 @@ class Lines(logging.Handler):
         self.seen = []
 
     def emit(self, record):
-        """Keep a line."""
+        """Keep a log line."""
         self.seen.append(record.getMessage())
         self.queue.put(self.seen[-1])
 
     def wait_for(self, *texts):
-        """Wait until each text has been part of a line."""
+        """Wait until each text has appeared in a log line."""
         missing, seen, deadline = set(texts), [], time.monotonic() + TIMEOUT_S
         while missing:
             try:
@@ -133,7 +133,7 @@ class Lines(logging.Handler):
 
 
 def until(condition):
-    """Wait until something holds, and return how long that took."""
+    """Wait until a condition holds, and return the seconds that it took."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < TIMEOUT_S, "it never came true"
@@ -142,7 +142,7 @@ def until(condition):
 
 
 def stays(condition, seconds):
-    """Whether something holds for some seconds."""
+    """True if a condition holds for this many seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if not condition():
@@ -152,18 +152,18 @@ def stays(condition, seconds):
 
 
 def connected(*clients):
-    """Wait until the hub has answered these hosts."""
+    """Wait until the hub has answered these clients."""
     until(lambda: all(client.is_main_host_there for client in clients))
 
 
 def outcome_of(peers):
-    """How the job ends, once a host knows it."""
+    """Wait until a host knows the job's outcome, and return it."""
     until(lambda: peers.job_outcome is not None)
     return peers.job_outcome
 
 
 def end_outcomes(*launchers):
-    """How the job ended for each host, once all may leave."""
+    """Wait until all hosts may exit, and return the outcomes that they know."""
     until(lambda: all(peers.is_done for peers in launchers))
     return {peers.job_outcome for peers in launchers}
 
@@ -185,7 +185,7 @@ with Hub(own, trainers, [], max_restarts=0, **shared) if own == "algo-1" else Cl
 
 
 def host_process(exits, job, own, lost_s=30.0):
-    """The launcher of a host in a process of its own, which runs until it is killed."""
+    """Start the launcher of a host in a process that runs until it is killed."""
     arguments = [own, job.key.hex(), job.bind, str(job.port), " ".join(job.trainers), str(lost_s)]
     command = [sys.executable, "-c", _HOST_SCRIPT, *arguments]
     process = exits.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))

@@ -1,4 +1,4 @@
-"""Hosts that are killed or suspended, programs that are not launchers, and ports that are in use."""
+"""Killed and suspended hosts, programs that are not launchers, and unreachable main hosts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LOST = JobOutcome(OutcomeKind.LOST, "algo-3", 1, Reason("Lost host algo-3"))
 
 
 def _end_well(*launchers):
-    """All hosts succeed, whatever came before."""
+    """Report success from all hosts, and check that the job succeeds."""
     for peers in launchers:
         peers.report(_SUCCESS, 0)
     assert end_outcomes(*launchers) == {_FINISHED}
@@ -45,7 +45,7 @@ def _end_well(*launchers):
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_launcher_that_is_killed_or_falls_silent_is_noticed(exits, signum):
-    """A trainer host whose launcher gives no sign of life is lost for all others after lost_s."""
+    """A trainer host whose launcher sends nothing for lost_s is reported to all other hosts as lost."""
     job = Job(exits, 3)
     hub, other = job.start(MAIN, lost_s=0.5), job.start("algo-2")
     process = host_process(exits, job, "algo-3")
@@ -60,7 +60,7 @@ def test_a_launcher_that_is_killed_or_falls_silent_is_noticed(exits, signum):
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_hub_that_is_killed_or_falls_silent_is_noticed(exits, monkeypatch, signum):
-    """All others call the main host lost and wait no longer, also while its kernel still accepts connections."""
+    """All other hosts consider the main host lost and stop waiting, even if its kernel still accepts connections."""
     monkeypatch.setattr("lightning_sm.launcher.peers.client._ANSWER_S", 0.3)
     job = Job(exits, 3)
     process = host_process(exits, job, MAIN)
@@ -75,7 +75,7 @@ def test_a_hub_that_is_killed_or_falls_silent_is_noticed(exits, monkeypatch, sig
 
 
 def test_a_launcher_that_was_suspended_is_there_again(exits):
-    """Within lost_s it asks again, and neither end calls the other lost."""
+    """A launcher that resumes within lost_s reconnects, and neither end considers the other lost."""
     job = Job(exits)
     hub = job.start(MAIN, lost_s=TIMEOUT_S)
     process = host_process(exits, job, "algo-2", lost_s=1.5)
@@ -88,7 +88,7 @@ def test_a_launcher_that_was_suspended_is_there_again(exits):
 
 
 def test_living_hosts_are_not_silent(exits):
-    """Launchers whose scripts have nothing to say ask all the same."""
+    """Launchers keep polling while their scripts have nothing to report."""
     launchers = Job(exits).start_all(lost_s=1.0)
     assert stays(lambda: not any(peers.job_outcome for peers in launchers.values()), 2.0)
 
@@ -105,7 +105,7 @@ _STRANGERS = {
 
 @pytest.mark.parametrize("kind", _STRANGERS)
 def test_garbage_is_dropped(exits, lines, monkeypatch, kind):
-    """The hub closes connections that send what no launcher sends, tells nothing, says why, and works on."""
+    """The hub closes connections that break the protocol without answering, logs the reason and keeps working."""
     monkeypatch.setattr(hub_module, "_SILENCE_S", 0.5 if kind == "half a line" else TIMEOUT_S)
     job = Job(exits)
     hub = job.start(MAIN)
@@ -119,7 +119,7 @@ def test_garbage_is_dropped(exits, lines, monkeypatch, kind):
 
 @pytest.mark.parametrize("host", ["algo-9", MAIN, ""])
 def test_only_other_hosts_of_the_job_are_answered(exits, lines, host):
-    """Also if the key is right."""
+    """The hub answers only the job's other hosts, even if the key is right."""
     job = Job(exits)
     job.start(MAIN)
     stranger = job.connect()
@@ -129,7 +129,7 @@ def test_only_other_hosts_of_the_job_are_answered(exits, lines, host):
 
 
 def test_whoever_knows_the_job_but_not_its_secret_is_told_nothing(exits, lines):
-    """A launcher with the key of the job's name alone learns and reports nothing; the main host names the reason."""
+    """A launcher with a key made from the job's name alone gets no answer, and the main host logs the reason."""
     job, secret = Job(exits), new_secret()
     job.key = peers_key(job.identity, secret)
     hub = job.start(MAIN)
@@ -146,7 +146,7 @@ def test_whoever_knows_the_job_but_not_its_secret_is_told_nothing(exits, lines):
 
 
 def test_what_was_recorded_proves_nothing_later(exits, lines):
-    """A request that the hub has answered is refused on another connection, whose random text is another one."""
+    """A replayed request is refused, because each connection has another challenge."""
     job = Job(exits)
     hub = job.start(MAIN)
     recorded = job.connect()
@@ -160,7 +160,7 @@ def test_what_was_recorded_proves_nothing_later(exits, lines):
 
 
 def test_an_answer_belongs_to_its_request():
-    """Neither another request nor another kind of message has the same MAC."""
+    """A MAC is valid only for the request and the kind of message that it was made for."""
     key = b"key of the job"
     request, again = (to_line(Question("algo-2", nonce), key, b"random") for nonce in ("one", "two"))
     answer = to_line(Answer(is_over=True), key, mac_of(request))
@@ -175,7 +175,7 @@ def test_an_answer_belongs_to_its_request():
 
 
 def test_an_impostor_of_the_hub_is_told_nothing(exits):
-    """A program that answers like a hub, but does not have the secret, gets no report, and its orders do not count."""
+    """A program that poses as the hub without the secret receives no report, and its orders are ignored."""
     job = Job(exits)
     with socket.create_server((job.bind, job.port)) as server:
         server.settimeout(TIMEOUT_S)
@@ -200,7 +200,7 @@ _BAD = {
 
 @pytest.mark.parametrize("kind", _BAD)
 def test_a_message_that_no_launcher_sends_ends_its_connection(exits, kind):
-    """And nothing else."""
+    """A malformed message with a valid MAC closes its connection and has no other effect."""
     job = Job(exits)
     hub = job.start(MAIN)
     host = job.connect()
@@ -210,13 +210,13 @@ def test_a_message_that_no_launcher_sends_ends_its_connection(exits, kind):
 
 
 def _signed(text, kind, key, covered):
-    """Any text as a line with the right MAC."""
+    """Return a line with this text and a valid MAC."""
     return b"%s %s\n" % (messages._mac(kind, text, key, covered), text)
 
 
 @pytest.mark.parametrize("text", [b'{"job_outcome": 7}', b'{"restart": {"number": 1e999}}', b"7", b"[" * 5000])
 def test_a_hub_that_breaks_the_protocol_is_connected_to_again(exits, lines, text):
-    """What a hub of this job must not send ends the connection; the host goes on, and learns how the job ends."""
+    """After a malformed answer from the hub, the host reconnects and learns the job's outcome."""
     job = Job(exits)
     with socket.create_server((job.bind, job.port)) as server:
         server.settimeout(TIMEOUT_S)
@@ -234,7 +234,7 @@ def test_a_hub_that_breaks_the_protocol_is_connected_to_again(exits, lines, text
 
 
 def test_main_host_waits_only_so_long_for_those_that_do_not_ask(exits):
-    """A launcher that is connected and does not ask how the job ends holds the main host up for peers_timeout_s."""
+    """The main host waits at most peers_timeout_s for a connected launcher that does not ask for the outcome."""
     job = Job(exits)
     hub = job.start(MAIN, lost_s=TIMEOUT_S)
     silent = job.connect()
@@ -246,7 +246,7 @@ def test_main_host_waits_only_so_long_for_those_that_do_not_ask(exits):
 
 
 def test_launcher_that_has_left_is_not_waited_for(exits):
-    """Whoever closes its connection does not need to know how the job ends."""
+    """The main host does not wait for a launcher that has closed its connection."""
     job = Job(exits)
     hub = job.start(MAIN, peers_timeout_s=TIMEOUT_S)
     host = job.connect()
@@ -259,7 +259,7 @@ def test_launcher_that_has_left_is_not_waited_for(exits):
 
 
 def test_second_connection_of_a_host_replaces_the_first(exits):
-    """A host that connects again, while its first connection looks alive, is there once, and not lost."""
+    """A host that reconnects while its first connection still looks alive counts once and is not lost."""
     job = Job(exits)
     hub = job.start(MAIN, lost_s=1.0)
     first, second = job.connect(), job.connect()
@@ -272,7 +272,7 @@ def test_second_connection_of_a_host_replaces_the_first(exits):
 
 
 def test_strangers_do_not_lock_hosts_out(exits, monkeypatch):
-    """Many connections that say nothing leave hosts their place; each is closed after a while."""
+    """Many silent connections do not keep hosts from connecting; each one is closed after a while."""
     monkeypatch.setattr(hub_module, "_SILENCE_S", 0.5)
     job = Job(exits)
     hub = job.start(MAIN)
@@ -282,7 +282,7 @@ def test_strangers_do_not_lock_hosts_out(exits, monkeypatch):
 
 
 def test_trickling_stranger_is_closed(exits, lines, monkeypatch):
-    """Sending byte by byte does not keep a connection."""
+    """A connection that sends single bytes is closed like a silent one."""
     monkeypatch.setattr(hub_module, "_SILENCE_S", 0.3)
     job = Job(exits)
     job.start(MAIN)
@@ -296,7 +296,7 @@ def test_trickling_stranger_is_closed(exits, lines, monkeypatch):
 
 
 def test_another_program_on_the_port_is_not_the_hub(exits, lines):
-    """A host that reaches another program keeps looking for the launcher of its main host."""
+    """A host that reaches another program keeps looking for the main host's launcher."""
     job = Job(exits)
     with socket.create_server((job.bind, job.port)) as server:
         server.settimeout(TIMEOUT_S)
@@ -309,7 +309,7 @@ def test_another_program_on_the_port_is_not_the_hub(exits, lines):
 
 
 def test_name_that_does_not_resolve_is_waited_for(exits):
-    """A main host whose name does not resolve yet is not an error."""
+    """A main host whose name cannot be resolved yet is not an error."""
     job = Job(exits)
     address = "algo-1.invalid", job.port
     peers = Client("algo-2", main_host=MAIN, address=address, key=job.key, timings=Timings(**FAST))

@@ -1,4 +1,4 @@
-"""The rules of how a job ends, with times of the test's own."""
+"""The rules for the outcome of a job, with simulated times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _tracker(trainers="ab", data_hosts="d", max_restarts=0, lost_s=10_000):
 
 
 def _pass(tracker, began, ended, alive):
-    """Let time pass, in which some hosts give signs of life."""
+    """Let time pass while these hosts are heard from."""
     for now in range(began, ended + 1):
         for host in alive:
             tracker.heard(host, now)
@@ -25,7 +25,7 @@ def _pass(tracker, began, ended, alive):
 
 
 def test_hosts_that_do_not_end_are_waited_for_only_so_long():
-    """After a failure, a script that does not end holds the others up for after_failure_s."""
+    """After a failure, a script that does not exit holds up the other hosts for at most after_failure_s."""
     tracker = _tracker()
     for host in "abd":
         tracker.heard(host, 0)
@@ -37,7 +37,7 @@ def test_hosts_that_do_not_end_are_waited_for_only_so_long():
 
 
 def test_a_failure_names_the_hosts_whose_scripts_had_left_with_success():
-    """A rank that leaves in the middle of a training makes others fail, with errors that do not name it."""
+    """A failure names hosts that had exited with code 0: a rank that exits early makes others fail obscurely."""
     tracker = _tracker()
     for host in "abd":
         tracker.heard(host, 0)
@@ -48,7 +48,7 @@ def test_a_failure_names_the_hosts_whose_scripts_had_left_with_success():
 
 
 def test_of_a_restart_only_the_last_attempt_counts_for_that():
-    """What had ended with success before the restart has run again since."""
+    """A failure after a restart does not name hosts that succeeded in an earlier attempt."""
     tracker = _tracker("ab", "", max_restarts=1)
     for host in "ab":
         tracker.heard(host, 0)
@@ -60,7 +60,7 @@ def test_of_a_restart_only_the_last_attempt_counts_for_that():
 
 
 def test_absent_data_host_is_waited_for_after_a_failure_only():
-    """A data host that is about to start must learn of a failure; after success nobody waits for it."""
+    """After a failure, hosts wait for an absent data host, which must learn of it when it starts; not after success."""
     for code, is_over in ((0, True), (1, False)):
         tracker = _tracker()
         for host in "ab":
@@ -73,7 +73,7 @@ def test_absent_data_host_is_waited_for_after_a_failure_only():
 
 
 def test_training_continues_until_all_data_hosts_have_failed():
-    """One of two data hosts that fails ends nothing; when the other one fails, too, nobody can succeed."""
+    """Training continues while one of two data hosts works; the job fails when the second one fails."""
     tracker = _tracker("a", "de")
     for host in "ade":
         tracker.heard(host, 0)
@@ -84,7 +84,7 @@ def test_training_continues_until_all_data_hosts_have_failed():
 
 
 def test_data_hosts_that_succeed_are_no_failure():
-    """A data host that has left without an error does not make the next one's failure that of the job."""
+    """A data host that exited with 0 does not turn another data host's failure into the job's."""
     tracker = _tracker("a", "de")
     tracker.heard("a", 0)
     tracker.reported("d", Outcome.of_exit_code(0), 1)
@@ -93,7 +93,7 @@ def test_data_hosts_that_succeed_are_no_failure():
 
 
 def test_lost_data_host_does_not_decide_the_outcome():
-    """A data host that vanishes ends nothing; a trainer host that does, does."""
+    """Losing a data host does not end the job; losing a trainer host does."""
     tracker = _tracker(lost_s=15)
     _pass(tracker, 0, 50, "ab")
     tracker.heard("d", 50)
@@ -107,7 +107,7 @@ def test_lost_data_host_does_not_decide_the_outcome():
 
 
 def test_a_main_host_that_was_suspended_calls_nobody_lost():
-    """It could hear nobody meanwhile, and gives all their time again."""
+    """A main host that resumes after a suspension restarts every host's timeout, as it could hear from none."""
     tracker = _tracker(lost_s=15)
     _pass(tracker, 0, 10, "abd")
     tracker.update(1000)
@@ -118,7 +118,7 @@ def test_a_main_host_that_was_suspended_calls_nobody_lost():
 
 
 def test_host_that_ended_is_not_awaited_again():
-    """A launcher whose script has ended may come and go."""
+    """A host whose script has exited can reconnect and disappear without effect."""
     tracker = _tracker(lost_s=15)
     _pass(tracker, 0, 1, "ab")
     tracker.reported("b", Outcome.of_exit_code(0), 1)
@@ -130,7 +130,7 @@ def test_host_that_ended_is_not_awaited_again():
 
 
 def test_lost_host_that_returns_is_awaited_again():
-    """A host that returns too late to change the outcome still gets its time to end."""
+    """A host that returns too late to change the outcome still gets time to exit."""
     tracker = _tracker(lost_s=15)
     tracker.heard("b", 0)
     _pass(tracker, 0, 15, "ad")
@@ -147,19 +147,19 @@ def test_lost_host_that_returns_is_awaited_again():
 
 
 def test_hosts_are_known_by_their_names():
-    """Trainer hosts and data hosts; a stranger is none."""
+    """A tracker has the job's trainer hosts and data hosts, and no others."""
     assert [_tracker().has(name) for name in "abdx"] == [True, True, True, False]
 
 
 def test_nothing_is_decided_before_a_host_has_joined():
-    """Where all are absent, none has had its time yet."""
+    """While all hosts are absent, no timeout has started."""
     tracker = _tracker()
     tracker.update(1000)
     assert (tracker.is_over, tracker.job_outcome) == (False, None)
 
 
 def test_a_lost_host_holds_nobody_up():
-    """When the others have ended, the job is over at once; one that never came has its time after the last change."""
+    """A job does not wait for lost hosts; it waits peers_timeout_s for a host that never connected."""
     for data_hosts, over_at in (("", 16), ("d", 26)):
         tracker = _tracker("ab", data_hosts, lost_s=15)
         tracker.heard("b", 0)
@@ -174,7 +174,7 @@ def test_a_lost_host_holds_nobody_up():
 
 @pytest.mark.parametrize("case", ["absent", "after a failure"])
 def test_a_limit_that_passed_long_ago_has_passed(case):
-    """A main host that was suspended looks when it resumes, not to the second."""
+    """A timeout applies even if the main host, after a suspension, checks it much later."""
     tracker = _tracker()
     for host in "a" if case == "absent" else "abd":
         tracker.heard(host, 0)
@@ -185,7 +185,7 @@ def test_a_limit_that_passed_long_ago_has_passed(case):
 
 @pytest.mark.parametrize(("host", "first"), [("a", Outcome.of_exit_code(0)), ("d", Outcome.of_exit_code(0))])
 def test_only_the_first_report_counts(host, first):
-    """A host reports again with each request; what its script did after that is none of the job's."""
+    """A host repeats its report with each request, and only the first one counts."""
     tracker = _tracker()
     for name in "abd":
         tracker.heard(name, 0)

@@ -1,4 +1,4 @@
-"""How the hosts of a job agree on its end: real sockets on 127.0.0.x."""
+"""How the hosts of a job agree on its outcome: real sockets on 127.0.0.x."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ENDED = Outcome.of_exit_code(143, "terminated")
 
 
 def test_failure_reaches_all_hosts(exits):
-    """All hosts learn of the first failure at once, with host, exit code and reason; later ones change nothing."""
+    """All hosts learn the first failure's host, exit code and reason at once; later failures change nothing."""
     launchers = Job(exits, 3, 1).start_all()
     started = time.monotonic()
     launchers["algo-3"].report(BROKEN, 0)
@@ -47,7 +47,7 @@ def test_failure_reaches_all_hosts(exits):
 
 
 def test_with_the_timings_of_a_cluster_a_failure_is_known_within_about_a_second(exits):
-    """A request takes twice a second, whatever else happens."""
+    """With the default timings, launchers poll twice a second, so a failure spreads in about a second."""
     job, timings = Job(exits, 3), Timings()
     launchers = job.start_all(poll_s=timings.poll_s)
     launchers["algo-3"].report(BROKEN, 0)
@@ -55,7 +55,7 @@ def test_with_the_timings_of_a_cluster_a_failure_is_known_within_about_a_second(
 
 
 def test_nobody_leaves_before_the_last_trainer(exits):
-    """Hosts that finished first wait for the last one; then all learn that the job is over."""
+    """Hosts that finish early wait for the last trainer host; then all learn that the job is over."""
     launchers = Job(exits, 3, 1).start_all()
     early = [launchers[host] for host in (MAIN, "algo-2", DATA)]
     for peers in early:
@@ -68,7 +68,7 @@ def test_nobody_leaves_before_the_last_trainer(exits):
 
 
 def test_data_host_learns_of_the_end_while_it_serves(exits):
-    """A data host whose script runs learns that the trainers have finished, and does not hold them up."""
+    """A data host whose script still runs learns that training has finished, and does not hold up the trainer hosts."""
     launchers = Job(exits, 2, 1).start_all()
     data = launchers.pop(DATA)
     for peers in launchers.values():
@@ -78,7 +78,7 @@ def test_data_host_learns_of_the_end_while_it_serves(exits):
 
 
 def test_failed_data_host_ends_nothing(exits, lines):
-    """A data host that fails is named in the log; training continues without it, and without one that vanishes."""
+    """The log names a data host that fails; training continues without failed and lost data hosts."""
     job = Job(exits, 1, 3)
     launchers = job.start_all(lost_s=0.3)
     launchers["data-1"].report(BROKEN, 0)
@@ -92,7 +92,7 @@ def test_failed_data_host_ends_nothing(exits, lines):
 
 
 def test_failure_before_anything_else_frees_the_data_hosts(exits):
-    """A script's failure at its first import reaches all hosts, in whatever order they connect."""
+    """A failure at the script's first import reaches all hosts, in whatever order they connect."""
     job = Job(exits, 2, 1)
     data, other = job.start(DATA, peers_timeout_s=TIMEOUT_S), job.start("algo-2", peers_timeout_s=TIMEOUT_S)
     other.report(BROKEN, 0)
@@ -118,7 +118,7 @@ def test_late_host_is_notified_at_once(exits):
 
 
 def test_main_host_that_fails_first_stays_until_all_have_come(exits):
-    """A host that starts when the main host's script has failed already learns why, though that host leaves then."""
+    """A main host that fails first waits until all hosts have connected, so that late ones learn the reason."""
     job = Job(exits, 2, 1)
     hub = job.start(MAIN, peers_timeout_s=TIMEOUT_S)
     hub.report(BROKEN, 0)
@@ -126,14 +126,14 @@ def test_main_host_that_fails_first_stays_until_all_have_come(exits):
     other = job.start("algo-2")
     assert outcome_of(other).host == MAIN
     until(lambda: other.is_decided)
-    assert not hub.is_decided  # the data host is still to come
+    assert not hub.is_decided  # the data host has not connected yet
     data = job.start(DATA)
     until(lambda: hub.is_decided)
     assert outcome_of(data).host == MAIN
 
 
 def test_a_host_that_fails_stays_until_all_know_it(exits):
-    """The service stops the others when it leaves: each of them must know by then that it was not stopped first."""
+    """A failed host exits only after all hosts know of the failure: the service stops them when it exits."""
     job = Job(exits, 3)
     launchers = {host: job.start(host, poll_s=0.02 if host != "algo-3" else 1.0) for host in job.trainers}
     connected(launchers["algo-2"], launchers["algo-3"])
@@ -143,7 +143,7 @@ def test_a_host_that_fails_stays_until_all_know_it(exits):
 
 
 def test_main_host_that_fails_waits_only_so_long_for_hosts_that_never_come(exits):
-    """Hosts without a launcher of ours do not keep a failed job."""
+    """Hosts without this launcher do not hold up a failed job."""
     hub = Job(exits).start(MAIN)
     hub.report(BROKEN, 0)
     outcome_of(hub)
@@ -151,7 +151,7 @@ def test_main_host_that_fails_waits_only_so_long_for_hosts_that_never_come(exits
 
 
 def test_main_host_waits_only_so_long_for_hosts_that_never_came(exits):
-    """Hosts without a launcher of ours are no error: the main host waits peers_timeout_s and calls the job finished."""
+    """The main host waits peers_timeout_s for hosts without this launcher, and then reports success."""
     hub = Job(exits, 3, 1).start(MAIN)
     started = time.monotonic()
     hub.report(_SUCCESS, 0)
@@ -160,7 +160,7 @@ def test_main_host_waits_only_so_long_for_hosts_that_never_came(exits):
 
 
 def test_other_host_waits_only_so_long_for_the_main_host(exits):
-    """Where the main host has no launcher of ours, a host ends as it would alone, peers_timeout_s later."""
+    """If the main host does not run this launcher, a host exits by itself after peers_timeout_s."""
     peers = Job(exits).start("algo-2")
     started = time.monotonic()
     peers.report(_SUCCESS, 0)
@@ -169,7 +169,7 @@ def test_other_host_waits_only_so_long_for_the_main_host(exits):
 
 
 def test_a_host_without_others_waits_for_nobody():
-    """It opens no port and starts no thread."""
+    """The only host of a job opens no port and starts no thread."""
     threads = threading.active_count()
     with Peers(MAIN, Timings()) as peers:
         assert threading.active_count() == threads
@@ -178,7 +178,7 @@ def test_a_host_without_others_waits_for_nobody():
 
 
 def test_interruption_counts_as_failure(exits):
-    """A host that SIGTERM ended counts as failed, with exit code 143."""
+    """A host whose script was killed by SIGTERM ends the job as an interruption, with exit code 143."""
     launchers = Job(exits).start_all()
     launchers[MAIN].report(Outcome.of_exit_code(143, "killed by SIGTERM"), 0)
     expected = JobOutcome(OutcomeKind.INTERRUPTION, MAIN, 143, Reason("killed by SIGTERM"))
@@ -187,7 +187,7 @@ def test_interruption_counts_as_failure(exits):
 
 @pytest.mark.parametrize("character", ["x", "\0", "\n", "\U0001f600", "\ud800", '"'])
 def test_any_reason_arrives(exits, character):
-    """A reason of 1024 characters fits into a line, whatever its characters; longer ones are cut."""
+    """A reason of 1024 characters fits into a line, whatever the characters; longer ones are cut."""
     launchers = Job(exits).start_all()
     launchers["algo-2"].report(Outcome.of_exit_code(1, character * 5000), 0)
     reason = outcome_of(launchers[MAIN]).reason.text
@@ -196,7 +196,7 @@ def test_any_reason_arrives(exits, character):
 
 
 def test_brief_interruption_of_a_connection_loses_nobody(exits):
-    """A host that comes back in time is not lost, and reports as if nothing had happened."""
+    """A host that reconnects in time is not lost, and its report counts as usual."""
     job = Job(exits)
     hub = job.start(MAIN)
     with job.make("algo-2") as before:
@@ -210,7 +210,7 @@ def test_brief_interruption_of_a_connection_loses_nobody(exits):
 
 @pytest.mark.parametrize("has_failed", [True, False])
 def test_a_lost_main_host_is_news_only_before_the_job_has_failed(exits, lines, has_failed):
-    """When the main host leaves after a failure that all know of, nobody logs that it is gone; else they do at once."""
+    """A host logs at once that it lost the main host, unless it already knows of a failure."""
     job = Job(exits)
     other = job.start("algo-2")
     with job.make(MAIN) as hub:
@@ -225,7 +225,7 @@ def test_a_lost_main_host_is_news_only_before_the_job_has_failed(exits, lines, h
 
 
 def test_restarted_hub_learns_everything_again(exits):
-    """A main host that comes back in time gets all reports again."""
+    """A main host that comes back in time receives all reports again."""
     job = Job(exits, 3)
     others = [job.start(host, lost_s=TIMEOUT_S) for host in ("algo-2", "algo-3")]
     with job.make(MAIN):
@@ -239,7 +239,7 @@ def test_restarted_hub_learns_everything_again(exits):
 
 
 def test_fifty_hosts(exits):
-    """A failure on one of fifty hosts reaches all others soon, and all can end."""
+    """A failure on one of 51 hosts soon reaches all others, and all can exit."""
     launchers = Job(exits, 51).start_all(poll_s=0.2)
     started = time.monotonic()
     launchers["algo-50"].report(BROKEN, 0)
@@ -251,10 +251,10 @@ def test_fifty_hosts(exits):
 
 
 def test_other_hosts_can_leave_after_the_main_host(exits):
-    """So that a main host that failed first, and writes a report, is the first whose exit the service sees."""
+    """Other hosts can wait for a main host that failed first, so that the service sees its exit before theirs."""
     launchers = Job(exits).start_all()
     hub, other = launchers[MAIN], launchers["algo-2"]
-    assert not hub.is_main_host_there  # is itself the main host
+    assert not hub.is_main_host_there  # the hub is on the main host
     hub.report(BROKEN, 0)
     assert outcome_of(other).host == MAIN
     assert stays(lambda: other.is_main_host_there, 0.3)
@@ -263,7 +263,7 @@ def test_other_hosts_can_leave_after_the_main_host(exits):
 
 
 def test_port_is_free_after_close(exits):
-    """Nothing is left of a hub with connections: the next one can listen at once, and close may be repeated."""
+    """A closed hub frees its port at once, and closing twice is harmless."""
     job = Job(exits)
     for _ in range(3):
         hub, other = job.start(MAIN), job.start("algo-2")
@@ -274,7 +274,7 @@ def test_port_is_free_after_close(exits):
 
 
 def test_close_while_connecting(exits):
-    """A launcher that ends while it connects, or waits for a program that says nothing, holds nobody up."""
+    """A launcher closes promptly while it is connecting or waiting for a silent program."""
     job = Job(exits)
     with socket.create_server((job.bind, job.port)) as server:
         with job.make("algo-2"):
@@ -286,7 +286,7 @@ def test_close_while_connecting(exits):
 
 
 def test_report_is_sent_before_close(exits):
-    """A launcher that reports and closes at once, without waiting, is noticed if it was connected."""
+    """A report is sent even if the launcher closes immediately afterwards, provided that it was connected."""
     job = Job(exits)
     hub = job.start(MAIN)
     with job.make("algo-2", poll_s=1.0) as other:
@@ -297,7 +297,7 @@ def test_report_is_sent_before_close(exits):
 
 
 def test_a_main_host_that_closes_tells_the_others_first(exits):
-    """It may be told to leave at once."""
+    """A main host that is told to exit at once still reports its failure to the other hosts."""
     job = Job(exits)
     other = job.start("algo-2", poll_s=0.5)
     with job.make(MAIN) as hub:
@@ -308,7 +308,7 @@ def test_a_main_host_that_closes_tells_the_others_first(exits):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_all_survivors_agree(exits, seed):
-    """In any order of starts, reports and kills, every surviving host ends in time, and all outcomes agree."""
+    """In any order of starts, reports and kills, every surviving host exits in time, and all agree on the outcome."""
     chance = random.Random(seed)
     job = Job(exits, 4)
     steps = {host: ["start", chance.choice(["succeed", "succeed", "fail", "kill"])] for host in job.trainers}
@@ -320,7 +320,7 @@ def test_all_survivors_agree(exits, seed):
             del steps[host]
         if step == "start":
             launchers[host] = job.start(host, lost_s=1.0)
-        elif step == "kill":  # on the wire the same: the host is silent, and nothing was reported
+        elif step == "kill":  # looks the same as a kill to the hub: silence without a report
             launchers[host].close()
             killed.add(host)
         else:

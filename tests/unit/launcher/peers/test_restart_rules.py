@@ -1,4 +1,4 @@
-"""The rules of a restart of all trainer hosts, with times of the test's own."""
+"""The rules for restarting all trainer hosts, with simulated times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _tracker(trainers="ab", data_hosts="d", max_restarts=2, joined="abd", lost_s
 
 
 def _restarted(tracker, now):
-    """Both trainer hosts end, b first and by itself, and start again at the time that is returned."""
+    """Let both trainer hosts fail, b first, and restart; return the time of the restart."""
     attempt = tracker.restart.number if tracker.restart else 0
     tracker.reported("b", BROKEN, now, attempt)
     tracker.reported("a", ENDED, now, attempt)
@@ -32,7 +32,7 @@ def _restarted(tracker, now):
 
 
 def test_all_start_together_when_all_have_ended():
-    """A failure orders a restart with its cause; the start is ordered for all, however long one takes."""
+    """A failure orders a restart and gives its cause; hosts start together once all scripts have exited."""
     tracker = _tracker()
     tracker.reported("b", BROKEN, 10)
     assert tracker.restart == Restart(1, 2, OutcomeKind.FAILURE, CAUSE)
@@ -46,7 +46,7 @@ def test_all_start_together_when_all_have_ended():
 
 
 def test_a_pause_comes_before_the_second_restart():
-    """The cause of the first failure has not gone by itself."""
+    """Hosts pause before the second restart: the first one did not remove the cause."""
     tracker = _tracker()
     _restarted(tracker, 10)
     for host, outcome in (("b", BROKEN), ("a", ENDED)):
@@ -58,7 +58,7 @@ def test_a_pause_comes_before_the_second_restart():
 
 
 def test_a_report_that_comes_twice_does_not_prolong_the_pause():
-    """A host sends it with each request."""
+    """A host repeats its report with each request, which does not prolong the pause."""
     tracker = _tracker()
     _restarted(tracker, 10)
     for host, outcome in (("b", BROKEN), ("a", ENDED)):
@@ -69,7 +69,7 @@ def test_a_report_that_comes_twice_does_not_prolong_the_pause():
 
 
 def test_a_restart_whose_scripts_have_all_exited_is_not_abandoned():
-    """The limit is for their exit, not for the pause after it."""
+    """The time limit applies to the scripts' exits, not to the pause that follows them."""
     tracker = _tracker()
     _restarted(tracker, 10)
     tracker.reported("b", BROKEN, 20, attempt=1)
@@ -81,10 +81,10 @@ def test_a_restart_whose_scripts_have_all_exited_is_not_abandoned():
 
 
 def test_a_job_that_is_restarted_may_succeed():
-    """After a restart the reports of the new attempt count, and success is that of any job."""
+    """After a restart, reports of the new attempt count, and the job can succeed as usual."""
     tracker = _tracker()
     now = _restarted(tracker, 10)
-    tracker.reported("a", BROKEN, now, attempt=0)  # sent again with another request
+    tracker.reported("a", BROKEN, now, attempt=0)  # a repeated report of the first attempt
     for host in "ab":
         tracker.reported(host, Outcome.of_exit_code(0), now, attempt=1)
     tracker.update(now)
@@ -92,12 +92,12 @@ def test_a_job_that_is_restarted_may_succeed():
 
 
 def test_pauses_grow():
-    """0, 1, 2, 4 s and so on, at most 30 s, however many restarts there are."""
+    """Pauses are 0, 1, 2, 4, ... s and at most 30 s, for any number of restarts."""
     assert [pause_s(number) for number in (1, 2, 3, 4, 6, 7, 8, 1000)] == [0, 1, 2, 4, 16, 30, 30, 30]
 
 
 def test_the_last_failure_ends_the_job_and_names_the_restarts():
-    """The reason is that of the last attempt, with the number of restarts and the first cause, in 1024 characters."""
+    """The final reason combines the last failure, the number of restarts and the first cause in 1024 characters."""
     tracker = _tracker()
     now = _restarted(tracker, _restarted(tracker, 10))
     tracker.reported(
@@ -114,7 +114,7 @@ def test_the_last_failure_ends_the_job_and_names_the_restarts():
 
 
 def test_a_long_cause_is_shortened():
-    """The cause of a restart leaves room for the reason of the last failure."""
+    """A restart's cause is shortened, to leave room for the reason of the last failure."""
     tracker = _tracker(max_restarts=1)
     tracker.reported("b", Outcome.of_exit_code(1, 1024 * "x", may_restart=True), 10)
     assert tracker.restart.cause == 297 * "x" + "..."
@@ -129,7 +129,7 @@ def test_a_long_cause_is_shortened():
     ],
 )
 def test_what_would_come_again_and_a_stop_are_no_reason_to_restart(max_restarts, outcome):
-    """The job fails as without restarts."""
+    """Permanent errors and stops fail the job without a restart."""
     tracker = _tracker(max_restarts=max_restarts)
     tracker.reported("a", outcome, 10)
     assert tracker.restart is None
@@ -137,7 +137,7 @@ def test_what_would_come_again_and_a_stop_are_no_reason_to_restart(max_restarts,
 
 
 def test_a_stop_ends_a_restart_that_is_in_progress():
-    """Also on a host whose script has ended already, and that only waits to start it again."""
+    """A stop on any host cancels a restart, even if the host's script has exited and only waits to start again."""
     for host, has_ended in (("a", False), ("b", True), ("a", True)):
         tracker = _tracker()
         tracker.reported("b", BROKEN, 10)
@@ -151,7 +151,7 @@ def test_a_stop_ends_a_restart_that_is_in_progress():
 
 
 def test_a_failure_of_two_hosts_is_one_restart():
-    """The second host that fails by itself has only ended its script for the restart."""
+    """Two hosts that fail at the same time cause one restart."""
     tracker = _tracker(max_restarts=1)
     tracker.reported("b", BROKEN, 10)
     tracker.reported("a", Outcome.of_exit_code(1, "RuntimeError: closed by peer", may_restart=True), 10)
@@ -160,7 +160,7 @@ def test_a_failure_of_two_hosts_is_one_restart():
 
 
 def test_a_host_that_had_finished_starts_again():
-    """Its ranks belong to the same process group."""
+    """A host that had finished also restarts, because its ranks belong to the same process group."""
     tracker = _tracker()
     tracker.reported("a", Outcome.of_exit_code(0), 5)
     tracker.reported("b", BROKEN, 10)
@@ -171,7 +171,7 @@ def test_a_host_that_had_finished_starts_again():
 
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_a_host_that_is_lost_during_a_restart_ends_the_job(has_ended):
-    """Whether its script has ended or not: only the service can replace a host."""
+    """Losing a host during a restart ends the job, even if its script has exited: only the service replaces hosts."""
     tracker = _tracker("abc", "", joined="abc", lost_s=15)
     for host in "abc":
         tracker.heard(host, 10)
@@ -179,7 +179,7 @@ def test_a_host_that_is_lost_during_a_restart_ends_the_job(has_ended):
     if has_ended:
         tracker.reported("a", ENDED, 10)
     for now in range(11, 25):
-        for host in "bc":  # the script of c does not end
+        for host in "bc":  # the script on c does not exit
             tracker.heard(host, now)
         tracker.update(now)
     assert tracker.job_outcome is None
@@ -191,7 +191,7 @@ def test_a_host_that_is_lost_during_a_restart_ends_the_job(has_ended):
 
 @pytest.mark.parametrize("now", [110, 5000])
 def test_a_host_that_does_not_end_its_script_ends_the_job(now):
-    """With the failure that the restart was to overcome, and the host that held it up."""
+    """If a script does not exit, the job fails with the restart's cause and names the host that held it up."""
     tracker = _tracker()
     tracker.reported("b", BROKEN, 10)
     tracker.update(109)
@@ -205,7 +205,7 @@ def test_a_host_that_does_not_end_its_script_ends_the_job(now):
 
 
 def test_a_host_that_never_came_is_waited_for_a_short_time():
-    """A host without a launcher of ours cannot take part; one that is late can."""
+    """A restart waits briefly for absent hosts: a late host can join, one without this launcher cannot."""
     tracker = _tracker(joined="bd")
     tracker.reported("b", BROKEN, 10)
     tracker.update(20)
@@ -220,7 +220,7 @@ def test_a_host_that_never_came_is_waited_for_a_short_time():
 
 
 def test_data_hosts_go_on():
-    """A restart neither waits for data hosts, nor do their failures restart anything."""
+    """A restart does not wait for data hosts, and their failures do not cause one."""
     tracker = _tracker(data_hosts="de", joined="abde")
     now = _restarted(tracker, 10)
     tracker.reported("d", Outcome.of_exit_code(9, "out of memory"), now)
@@ -231,7 +231,7 @@ def test_data_hosts_go_on():
 
 
 def test_the_only_host_restarts_by_the_same_rules():
-    """Without others there is nobody to wait for."""
+    """The only host of a job restarts by the same rules, without waiting for others."""
     tracker = _tracker(trainers="b", data_hosts="", joined="b", max_restarts=1)
     tracker.reported("b", BROKEN, 10)
     tracker.update(10)
@@ -244,7 +244,7 @@ def test_the_only_host_restarts_by_the_same_rules():
 
 
 def test_a_connection_that_is_made_again_within_seconds_loses_nobody():
-    """A reset and one lost packet cost more than a second, and are no reason to end a job of 64 hosts."""
+    """A host that reconnects within seconds is not lost: a reset must not end a job of 64 hosts."""
     hosts = [f"algo-{number}" for number in range(1, 65)]
     tracker, away = JobOutcomeTracker(hosts, [], Timings(), max_restarts=0), "algo-7"
 

@@ -15,23 +15,23 @@ ENDED = Outcome.of_exit_code(143, "killed by SIGTERM", may_restart=True)
 
 
 def _ordered(peers, number=1):
-    """The order to restart for this time, once a host has it."""
+    """Wait until a host has the order for this restart, and return it."""
     until(lambda: peers.order is not None and peers.order.number == number)
     return peers.order
 
 
 def _next_attempts(launchers, attempt=0):
-    """The attempts that hosts may start."""
+    """The attempts that these hosts may start."""
     return {None if peers.order is None else peers.order.next_attempt(attempt) for peers in launchers}
 
 
 def _start(*launchers, attempt=1):
-    """Wait until all hosts may start their scripts again."""
+    """Wait until all hosts may start this attempt."""
     until(lambda: _next_attempts(launchers, attempt - 1) == {attempt})
 
 
 def _restart(launchers, failing):
-    """One host fails, and all others end their scripts; returns when all have started again."""
+    """Let one host fail and the others exit, and wait until all may start again."""
     others = [peers for host, peers in launchers.items() if host not in (failing, DATA)]
     launchers[failing].report(BROKEN, 0)
     for peers in others:
@@ -43,7 +43,7 @@ def _restart(launchers, failing):
 
 @pytest.mark.parametrize("failing", [MAIN, "algo-3"])
 def test_all_trainer_hosts_start_again_together(exits, failing):
-    """Whichever host fails, all are told why, and start; data hosts hear of it."""
+    """Whichever host fails, all trainer hosts learn why and restart; data hosts are informed."""
     launchers = Job(exits, 3, 1).start_all(max_restarts=1)
     _restart(launchers, failing)
     data = launchers.pop(DATA)
@@ -56,7 +56,7 @@ def test_all_trainer_hosts_start_again_together(exits, failing):
 
 
 def test_nobody_starts_before_all_scripts_have_exited(exits):
-    """The host that failed, too, waits for the others."""
+    """Every host, including the one that failed, waits until all scripts have exited."""
     launchers = Job(exits).start_all(max_restarts=1)
     launchers["algo-2"].report(BROKEN, 0)
     assert not _ordered(launchers[MAIN]).may_start
@@ -66,7 +66,7 @@ def test_nobody_starts_before_all_scripts_have_exited(exits):
 
 
 def test_after_the_last_restart_the_job_fails(exits):
-    """All hosts learn the reason, with the number of restarts."""
+    """All hosts learn the reason and the number of restarts."""
     launchers = Job(exits).start_all(max_restarts=1)
     _restart(launchers, "algo-2")
     launchers["algo-2"].report(Outcome.of_exit_code(3, "KeyError: last", may_restart=True), 1)
@@ -76,7 +76,7 @@ def test_after_the_last_restart_the_job_fails(exits):
 
 
 def test_a_host_that_had_finished_is_told_to_start_again(exits):
-    """It waits for the others, and learns of the order."""
+    """A host that finished and waits for the others receives the order to restart."""
     launchers = Job(exits).start_all(max_restarts=1)
     launchers[MAIN].report(Outcome.of_exit_code(0), 0)
     launchers["algo-2"].report(BROKEN, 0)
@@ -85,18 +85,18 @@ def test_a_host_that_had_finished_is_told_to_start_again(exits):
 
 
 def test_a_host_that_is_stopped_ends_the_wait_of_all(exits):
-    """A stop during the pause: nobody starts, and all learn that the host was interrupted."""
+    """If a host is stopped during the pause, no host starts, and all learn of the interruption."""
     launchers = Job(exits, 3).start_all(max_restarts=5)
     launchers["algo-2"].report(BROKEN, 0)
     _ordered(launchers[MAIN])
-    launchers[MAIN].report(ENDED, 0)  # algo-3 still ends its script, so that nobody may start yet
+    launchers[MAIN].report(ENDED, 0)  # algo-3's script still runs, so no host may start yet
     launchers["algo-2"].report(Outcome.of_exit_code(143, "stopped"), 0)
     assert outcome_of(launchers[MAIN]).kind is OutcomeKind.INTERRUPTION
     assert _next_attempts([launchers[MAIN]]) == {None}
 
 
 def test_a_host_that_comes_late_takes_part_in_a_restart(exits):
-    """It learns of the order when it connects, before its script has begun or after."""
+    """A host that connects late receives the order, whether or not its script has started."""
     job = Job(exits, 3)
     hub, other = (job.start(host, max_restarts=1, peers_timeout_s=TIMEOUT_S) for host in (MAIN, "algo-2"))
     connected(other)
@@ -110,7 +110,7 @@ def test_a_host_that_comes_late_takes_part_in_a_restart(exits):
 
 
 def test_a_host_that_is_slow_to_start_takes_part_in_the_next_restart(exits):
-    """The others may have failed again before it has started: it starts nothing, and reports for that attempt, too."""
+    """A host that is too slow for a restart skips that attempt, reports it as ended and joins the next one."""
     launchers = Job(exits).start_all(max_restarts=2)
     main, slow = launchers[MAIN], launchers["algo-2"]
     main.report(BROKEN, 0)
@@ -125,9 +125,9 @@ def test_a_host_that_is_slow_to_start_takes_part_in_the_next_restart(exits):
 
 
 def test_the_only_host_restarts_without_a_port(exits):
-    """A job of one host restarts by the same rules, and has no connections."""
+    """The only host of a job restarts by the same rules, without connections."""
     job = Job(exits, 1)
-    other = job.start(MAIN)  # would take the port, if there were one
+    other = job.start(MAIN)  # would occupy the port if there were one
     peers = job.start(MAIN, max_restarts=1)
     assert (peers.is_alone, other.is_alone) == (True, True)
     peers.report(BROKEN, 0)
@@ -138,7 +138,7 @@ def test_the_only_host_restarts_without_a_port(exits):
 
 
 def test_a_main_host_that_cannot_be_reached_is_named_once(exits, lines):
-    """Refused connections are no news at first; after a while one line says that failures are not reported."""
+    """Refused connections are logged once, and only after a while: until then the main host may still be starting."""
     job = Job(exits)
     other = job.start("algo-2", unreached_s=0.3)
     text = f"No launcher of this job has answered on 127.0.0.2:{job.port} (algo-1) for 0.3 s: Connection refused. "
@@ -149,16 +149,16 @@ def test_a_main_host_that_cannot_be_reached_is_named_once(exits, lines):
 
 
 def test_a_main_host_that_is_reached_in_time_is_not_named(exits, lines):
-    """The line is for those that never reached it."""
+    """The line about an unreachable main host is not logged once the host has been reached."""
     job = Job(exits)
     launchers = job.start_all(unreached_s=0.5)
-    launchers[MAIN].close()  # after which nobody answers any more
+    launchers[MAIN].close()  # nobody answers from here on
     time.sleep(0.7)
     assert not [line for line in lines.seen if "has answered on" in line]
 
 
 def test_hosts_that_never_come_are_named_by_the_main_host(exits, lines):
-    """The job goes on."""
+    """The main host logs which hosts have not connected, and the job continues."""
     job = Job(exits, 3, 1)
     hub = job.start(MAIN, unreached_s=1.5)
     connected(job.start("algo-2"))

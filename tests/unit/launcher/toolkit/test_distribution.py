@@ -1,4 +1,4 @@
-"""What ``distribution={...}`` means to our launcher: a number of processes, or an error."""
+"""What ``distribution={...}`` means to this launcher: a number of processes, or an error."""
 
 import logging
 
@@ -13,13 +13,13 @@ GROUPS = {"gpu": ["algo-1", "algo-2"], "data": ["algo-3"]}
 
 
 def processes(hyperparameters, groups=None, **facts):
-    """What a job with these hyperparameters wants on each host."""
+    """The number of processes on each host that a job with these hyperparameters asks for."""
     job = make_job(groups or {"homogeneousCluster": ["algo-1", "algo-2"]}, hyperparameters=hyperparameters, **facts)
     return processes_per_host(job, Topology.from_job(job))
 
 
 def test_a_job_without_distribution_says_nothing(caplog):
-    """Hyperparameters of the script mean nothing here."""
+    """Without distribution, the launcher sets no number of processes and logs nothing."""
     caplog.set_level(logging.INFO, "lightning_sm")
     assert processes({"lr": "0.1", "sagemaker_program": "train.py"}) is None
     assert caplog.text == ""
@@ -35,7 +35,7 @@ def test_a_job_without_distribution_says_nothing(caplog):
 )
 @pytest.mark.parametrize("value", ["true", "True"])
 def test_launchers_of_other_images_are_needless(caplog, name, starter, value):
-    """The ranks are one per GPU, as one line says, whichever SDK class wrote the value."""
+    """The launcher starts one rank per GPU itself and logs it once, whichever SDK class wrote the value."""
     caplog.set_level(logging.INFO, "lightning_sm")
     assert processes({name: value}, num_gpus=4) == 4
     assert [record.getMessage() for record in caplog.records] == [
@@ -47,7 +47,7 @@ def test_launchers_of_other_images_are_needless(caplog, name, starter, value):
 
 
 def test_a_data_host_has_no_ranks(caplog):
-    """It is told neither a number nor a line about them."""
+    """A data host gets neither a number of ranks nor a log line about them."""
     caplog.set_level(logging.INFO, "lightning_sm")
     asked = {"sagemaker_torch_distributed_enabled": "true"}
     assert processes(asked, groups=GROUPS, current_host="algo-3") is None
@@ -55,21 +55,21 @@ def test_a_data_host_has_no_ranks(caplog):
 
 
 def test_a_disabled_distribution_is_none(caplog):
-    """False is no wish."""
+    """A disabled distribution is ignored."""
     caplog.set_level(logging.INFO, "lightning_sm")
     assert processes({"sagemaker_mpi_enabled": "false", "mp_parameters": "{}"}) is None
     assert caplog.text == ""
 
 
 def test_the_number_of_processes_is_taken():
-    """processes_per_host of the SDK is the number of devices."""
+    """The SDK's processes_per_host is the number of devices."""
     asked = {"sagemaker_mpi_enabled": "true", "sagemaker_mpi_num_of_processes_per_host": "4"}
     assert processes(asked) == 4
     assert processes(asked, devices=4) == 4
 
 
 def test_variables_of_mpirun_are_set_for_the_script(caplog):
-    """Those of -x NAME=value and of AWS's own option, on trainers; the log has their names only."""
+    """Trainer hosts set the variables of -x NAME=value and AWS's --NCCL_DEBUG, and log their names only."""
     caplog.set_level(logging.INFO, "lightning_sm")
     hyperparameters = {
         "sagemaker_mpi_custom_mpi_options": '"-x HF_TOKEN=S3CR3T=1 --mca btl self -x PATH -x EMPTY="',
@@ -86,7 +86,7 @@ def test_variables_of_mpirun_are_set_for_the_script(caplog):
 
 @pytest.mark.parametrize("value", ["true", "True"])
 def test_smdistributed_dataparallel_is_left_to_the_script(caplog, value):
-    """The ranks are the same; whether they use SMDDP is decided where the strategy is known."""
+    """The ranks are the same as for mpirun; the strategy decides whether they use SMDDP."""
     caplog.set_level(logging.INFO, "lightning_sm")
     assert processes({"sagemaker_distributed_dataparallel_enabled": value}, num_gpus=8) == 8
     assert "asks for smdistributed.dataparallel or pytorchddp. This launcher starts the same ranks" in caplog.text
@@ -117,14 +117,14 @@ def test_smdistributed_dataparallel_is_left_to_the_script(caplog, value):
     ],
 )
 def test_what_contradicts_the_job_is_an_error(hyperparameters, facts, said):
-    """The message has both values and what to do."""
+    """The error contains both values and the remedy."""
     with pytest.raises(TopologyError) as error:
         processes(hyperparameters, **facts)
     assert [part for part in said if part not in str(error.value)] == []
 
 
 def test_smdistributed_modelparallel_is_a_strategy_and_its_ranks_are_those_of_mpi(caplog):
-    """The log has the strategy with its options; the ranks are one per GPU, as for mpirun."""
+    """The log names the strategy and its options, and there is one rank per GPU, as for mpirun."""
     caplog.set_level(logging.INFO, "lightning_sm")
     asked = {"mp_parameters": '{"partitions": 2, "ddp": true}'}
     assert processes(asked, num_gpus=4) == 4
@@ -136,7 +136,7 @@ def test_smdistributed_modelparallel_is_a_strategy_and_its_ranks_are_those_of_mp
 
 
 def test_ranks_that_are_no_replicas_are_an_error_before_the_script_starts():
-    """On trainers; data hosts have no ranks."""
+    """Trainer hosts refuse ranks that do not form whole replicas; data hosts have no ranks."""
     asked = {"mp_parameters": '{"partitions": 3}'}
     with pytest.raises(StrategyError, match=r"partitions=3.*number of training processes is 2"):
         processes(asked)
@@ -145,5 +145,5 @@ def test_ranks_that_are_no_replicas_are_an_error_before_the_script_starts():
 
 @pytest.mark.parametrize("text", ['["gpu"]', "['gpu']"])
 def test_groups_that_train_may_be_named(text):
-    """By a framework estimator, or by a generic one, which writes Python's notation."""
+    """Training groups can be given by a framework estimator, or by a generic one, which writes Python's notation."""
     assert processes({"sagemaker_distribution_instance_groups": text}, GROUPS) is None

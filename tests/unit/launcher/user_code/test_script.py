@@ -1,4 +1,4 @@
-"""Which script runs, how it is started, and what pip must leave alone."""
+"""Which script runs, how it starts, and which packages pip must not change."""
 
 import importlib.metadata
 import sys
@@ -19,7 +19,7 @@ from tests.fakes.job_folder import make_job
 
 
 def job_with(hyperparameters=None, **facts):
-    """A job of one host."""
+    """A job with one host."""
     return make_job({"trainer": ["algo-1"]}, hyperparameters=hyperparameters or {}, **facts)
 
 
@@ -35,7 +35,7 @@ def job_with(hyperparameters=None, **facts):
     ],
 )
 def test_command_line_then_job_then_image(line, hyperparameter, variable, chosen):
-    """Whoever is nearer to the job wins."""
+    """The command line takes precedence over the job, and the job over the image."""
     hyperparameters = {} if hyperparameter is None else {"sagemaker_program": hyperparameter}
     env = {} if variable is None else {"SAGEMAKER_PROGRAM": variable}
     assert find_program(line, job_with(hyperparameters), env).name == chosen
@@ -53,7 +53,7 @@ def test_command_line_then_job_then_image(line, hyperparameter, variable, chosen
     ],
 )
 def test_code_that_came_with_the_job(hyperparameter, variable, address):
-    """A hyperparameter means code of the job, a variable only if it is an address: images name folders by it."""
+    """A hyperparameter gives the job's code; a variable only if it is an address, because images set it to folders."""
     hyperparameters = {} if hyperparameter is None else {"sagemaker_submit_directory": hyperparameter}
     env = {} if variable is None else {"SAGEMAKER_SUBMIT_DIRECTORY": variable}
     submission = find_submission(job_with(hyperparameters, base_dir=Path("/jobs/ml")), env)
@@ -74,7 +74,7 @@ def test_code_that_came_with_the_job(hyperparameter, variable, address):
     ],
 )
 def test_what_starts_a_file(tmp_path, monkeypatch, name, content, command):
-    """Python by the suffix, else the first line's interpreter with one argument, else sh; programs by themselves."""
+    """Python runs .py files; others run with the interpreter in their first line, else sh; programs run directly."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(content.encode())
     script = find_script(Program(name, "the command line"), job_with(), {})
@@ -82,14 +82,14 @@ def test_what_starts_a_file(tmp_path, monkeypatch, name, content, command):
 
 
 def test_a_name_that_is_no_file_is_an_error(tmp_path, monkeypatch):
-    """It says where the name is from."""
+    """The error states where the name comes from."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ScriptError, match=r"'nets\.train' does not exist. It was named by the command line\."):
         find_script(Program("nets.train", "the command line"), job_with(base_dir=tmp_path / "ml"), {})
 
 
 def test_constraints_keep_what_the_image_is_built_around():
-    """The installed torch and Lightning to the version, and the ranges of the others that we need, without extras."""
+    """Constraints pin the installed torch and Lightning, and give other requirements' ranges without extras."""
     lines = constraints()
     assert f"torch=={importlib.metadata.version('torch')}" in lines
     assert f"pytorch-lightning=={importlib.metadata.version('pytorch-lightning')}" in lines
@@ -108,7 +108,7 @@ def test_constraints_keep_what_the_image_is_built_around():
     ],
 )
 def test_pips_own_words_come_first(tmp_path, output, said):
-    """The reason has pip's errors and nothing else of its log, and fits into the failure file."""
+    """The reason contains pip's errors, nothing else of its log, and fits into the failure file."""
     reason = failure(output, 137, tmp_path, is_protected=True)
     assert said in reason
     assert "Looking" not in reason

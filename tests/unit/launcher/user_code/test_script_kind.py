@@ -1,4 +1,4 @@
-"""Which scripts read their command line by SageMakerCLI alone."""
+"""Which scripts have their command line read by SageMakerCLI alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CALL = "from lightning_sm import SageMakerCLI\nif __name__ == '__main__':\n    
     ],
 )
 def test_a_script_of_the_cli(tmp_path, source):
-    """It names SageMakerCLI, whatever it calls it."""
+    """A script that uses SageMakerCLI is recognised, under whatever name it imports it."""
     path = tmp_path / "train.py"
     path.write_text(source)
     assert parser_of(Script((sys.executable, "-u", str(path)), tmp_path)) is Parser.SAGEMAKER_CLI
@@ -47,14 +47,14 @@ def test_a_script_of_the_cli(tmp_path, source):
     ],
 )
 def test_a_script_that_may_need_its_arguments(tmp_path, source):
-    """It does not name SageMakerCLI, or something else may read the command line, too."""
+    """A script needs its arguments if it does not use SageMakerCLI, or if other code may read the command line."""
     path = tmp_path / "train.py"
     path.write_text(source)
     assert parser_of(Script((sys.executable, "-u", str(path)), tmp_path)) is Parser.OTHER
 
 
 def test_a_shell_script_needs_its_arguments(tmp_path):
-    """Whatever it starts."""
+    """A shell script needs its arguments, whatever it starts."""
     path = tmp_path / "run.sh"
     path.write_text(_CALL)
     assert parser_of(Script(("/bin/sh", str(path)), tmp_path)) is Parser.OTHER
@@ -68,7 +68,7 @@ def test_a_shell_script_needs_its_arguments(tmp_path):
     ],
 )
 def test_a_script_of_hydra(tmp_path, source):
-    """A function of the file is decorated by hydra.main."""
+    """A script with a function that hydra.main decorates is a Hydra script."""
     path = tmp_path / "train.py"
     path.write_text(source)
     assert parser_of(Script((sys.executable, "-u", str(path)), tmp_path)) is Parser.HYDRA
@@ -83,7 +83,7 @@ def test_a_script_of_hydra(tmp_path, source):
     ],
 )
 def test_a_script_that_only_uses_hydra(tmp_path, source):
-    """Its command line is not Hydra's."""
+    """A script that only uses Hydra's API does not have its command line read by Hydra."""
     path = tmp_path / "train.py"
     path.write_text(source)
     assert parser_of(Script((sys.executable, "-u", str(path)), tmp_path)) is Parser.OTHER

@@ -1,4 +1,4 @@
-"""Trainers and Fabrics of Lightning's own, in a job of several hosts."""
+"""Lightning's own Trainer and Fabric in a job with several hosts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def two_hosts(monkeypatch, tmp_path):
 @pytest.mark.parametrize("num_nodes", [1, 3])
 @pytest.mark.usefixtures("two_hosts")
 def test_a_trainer_that_does_not_span_the_hosts_is_an_error_before_its_first_step(num_nodes):
-    """Lightning finds the check by itself; the error names both numbers, and what to do."""
+    """Lightning loads the check by itself, and the error contains both numbers and the remedy."""
     (check,) = (one for one in Trainer(**_QUIET).callbacks if isinstance(one, EveryHost))
     trainer = Trainer(**_QUIET)
     trainer.strategy.num_nodes = num_nodes
@@ -64,7 +64,7 @@ def test_a_trainer_that_does_not_span_the_hosts_is_an_error_before_its_first_ste
 
 @pytest.mark.usefixtures("two_hosts")
 def test_scripts_of_lightning_alone_do_not_train_a_model_on_each_host():
-    """Neither a Trainer, nor LightningCLI, nor Fabric, each with its defaults."""
+    """On two hosts, Trainer, LightningCLI and Fabric refuse to train with their defaults."""
     with pytest.raises(TopologyError, match="each of these hosts would train a model of its own"):
         Trainer(**_QUIET).fit(_Model())
     with pytest.raises(TopologyError, match=r"SageMakerCLI in place of LightningCLI"):
@@ -75,13 +75,13 @@ def test_scripts_of_lightning_alone_do_not_train_a_model_on_each_host():
 
 @pytest.mark.usefixtures("two_hosts")
 def test_a_test_may_run_on_one_host():
-    """As Lightning advises, so that no sample counts twice."""
+    """A test can run on one host, which Lightning recommends so that no sample counts twice."""
     (metrics,) = Trainer(**_QUIET).test(_Model(), verbose=False)
     assert metrics.keys() == {"output"}
 
 
 def test_hosts_may_train_apart_on_purpose(two_hosts, monkeypatch):
-    """Where the job says so, nothing is checked; nor on a single host, or outside of jobs."""
+    """Nothing is checked if the job allows separate hosts, on a single host, or outside a job."""
     assert len(callbacks()) == 1
     monkeypatch.setenv(SEPARATE_HOSTS.name, "1")
     assert callbacks() == []
@@ -95,5 +95,5 @@ def test_hosts_may_train_apart_on_purpose(two_hosts, monkeypatch):
 
 @pytest.mark.parametrize("name", ["pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric"])
 def test_both_distributions_of_lightning_find_the_check(name):
-    """Each asks for another group of entry points."""
+    """The check is an entry point for both distributions of Lightning, which use different groups."""
     assert callbacks in [one.load() for one in entry_points(group=f"{name}.callbacks_factory")]

@@ -1,4 +1,4 @@
-"""What a rank says of where it stands, in a fit and in what the script does besides."""
+"""The progress that a rank reports, during a fit and outside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_sm.training.callbacks import heartbeat
 
 
 class Process:
-    """Takes the place of the process's file."""
+    """A stand-in for the process's file."""
 
     def __init__(self):
         self.phases = []
@@ -19,7 +19,7 @@ class Process:
         self.epoch = None
 
     def beat(self, rank, step, epoch, phase, *, trained_epoch):
-        """Note a phase, and what has been trained."""
+        """Record a phase and the trained step and epoch."""
         self.phases.append(phase)
         self.trained.append((step, trained_epoch))
         self.epoch = epoch
@@ -27,14 +27,14 @@ class Process:
 
 @pytest.fixture
 def process(monkeypatch):
-    """What the callback writes to."""
+    """The stand-in that the callback writes to."""
     process = Process()
     monkeypatch.setattr(heartbeat, "announce", lambda: process)
     return process
 
 
 def test_each_part_of_a_fit_has_its_phase(tmp_path, process):
-    """Only steps and batches of a validation may not pause; a checkpoint of the script's own is no part of the fit."""
+    """Only steps and validation batches may not pause; a checkpoint that the script saves does not change the phase."""
     trainer = Trainer(
         default_root_dir=tmp_path,
         accelerator="cpu",
@@ -62,7 +62,7 @@ def test_each_part_of_a_fit_has_its_phase(tmp_path, process):
 
 
 def test_an_epoch_counts_as_trained_after_its_first_batch(tmp_path, process):
-    """Faults are injected at the step and the epoch of a batch that has ended, not of one that begins."""
+    """The step and epoch, at which faults are injected, count finished batches, not ones that begin."""
     trainer = Trainer(
         default_root_dir=tmp_path,
         accelerator="cpu",

@@ -1,4 +1,4 @@
-"""Lines of progress: one for each epoch, in which metric_definitions find the metrics."""
+"""Progress lines: one per epoch, whose metrics metric_definitions can find."""
 
 import logging
 import re
@@ -21,13 +21,13 @@ def trainer():
 
 @pytest.fixture
 def lines(caplog):
-    """What was logged."""
+    """The logged lines."""
     caplog.set_level(logging.INFO)
     return lambda: caplog.messages
 
 
 def test_the_line_of_an_epoch_has_the_metrics(trainer, lines):
-    """metric_definitions find them; without a clock of steps, no rates follow."""
+    """metric_definitions find the metrics; without step times, the line shows no rates."""
     LineProgress().on_train_epoch_end(trainer, None)
     assert lines() == ["epoch=3/10 step=45 train_loss=0.25 val_acc=0.5"]
     found = {
@@ -39,7 +39,7 @@ def test_the_line_of_an_epoch_has_the_metrics(trainer, lines):
 
 @pytest.mark.parametrize("is_main", [True, False])
 def test_only_rank_0_writes_after_a_search(trainer, lines, is_main):
-    """Lightning's searches for a learning rate and a batch size disable the bar of all ranks, and then enable it."""
+    """Only rank 0 logs after a search for a learning rate or batch size, which disables and then enables all bars."""
     progress, trainer.is_global_zero = LineProgress(), is_main
     progress.setup(trainer, None, "fit")
     progress.disable()
@@ -49,10 +49,10 @@ def test_only_rank_0_writes_after_a_search(trainer, lines, is_main):
 
 
 def test_a_progress_bar_of_the_user_has_a_consequence(lines):
-    """metric_definitions find nothing of ours any more, and that is said, unless the bar is our own."""
+    """A user's progress bar replaces the lines, so metric_definitions find nothing, and the log says so."""
 
     class OwnBar(ProgressBar):
-        """The user's."""
+        """A user's progress bar."""
 
     assert [type(callback) for callback in own_progress([Callback()])] == [LineProgress]
     assert own_progress([LineProgress(5.0)]) == []

@@ -1,4 +1,4 @@
-"""The entries of checkpoints."""
+"""The keys that lightning_sm adds to checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGE = Path(lightning_sm.__file__).parent
 
 
 def _keys(tree):
-    """The entries that a file names: constants whose names end in KEY, with the package's name in front."""
+    """Yield a file's keys: constants with names that end in KEY and values that start with the package's name."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             value = str(node.value.value)
@@ -21,7 +21,7 @@ def _keys(tree):
 
 
 def test_no_two_files_write_the_same_entry():
-    """Each would read what the other has written: entries are named after what they hold."""
+    """No two files use the same key, or one would read what the other wrote."""
     files = (ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py"))
     keys = Counter(key for tree in files for key in _keys(tree))
     assert len(keys) >= 4

@@ -1,4 +1,4 @@
-"""The newest checkpoint is found by what is in the files, and broken ones are passed over by name."""
+"""The newest checkpoint is determined by the files' contents, and invalid ones are skipped with a warning."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def a_job(name="job-1", uri="s3://bucket/ck"):
 
 
 def a_fit(place="train.py:10", *, order=1, number=1):
-    """A fit of the first Trainer that is made at a place."""
+    """A fit of the first Trainer that is created at a place in the script."""
     return Fit(place, 1, order, number)
 
 
 def train(folder, max_epochs=2, **arguments):
-    """Train with real checkpoints after each step; an epoch has two."""
+    """Train with real checkpoints after each step; an epoch has two steps."""
     saver = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=1, **arguments)
     make_trainer(callbacks=[saver], max_epochs=max_epochs).fit(SmallModel(), SmallData())
 
 
 def a_checkpoint(step, *, epoch=0, batches=None, facts=None):
-    """A checkpoint as small as one can be that a Trainer wrote."""
+    """A minimal checkpoint like a Trainer's."""
     progress = {"total": {"processed": step if batches is None else batches}}
     checkpoint = {
         "global_step": step,
@@ -80,7 +80,7 @@ def save(path, checkpoint=None, **contents):
 
 
 def save_sharded(path, **contents):
-    """Write a sharded checkpoint as Lightning's strategies do: the weights in shards, the rest in meta.pt."""
+    """Write a sharded checkpoint as Lightning's strategies do: weights in shards, the rest in meta.pt."""
     checkpoint = a_checkpoint(**contents)
     with pytest.warns(UserWarning, match="save in a single process"):
         dcp.save({"model": checkpoint.pop("state_dict")}, checkpoint_id=path, no_dist=True)
@@ -91,7 +91,7 @@ def save_sharded(path, **contents):
 
 @pytest.fixture
 def warnings_of(caplog):
-    """A function that tells the warnings since the last call."""
+    """A function that returns the warnings since its last call."""
 
     def take():
         texts = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -101,11 +101,11 @@ def warnings_of(caplog):
     return take
 
 
-# ---- which one is newest
+# ---- choice of the newest
 
 
 def test_no_checkpoint_is_no_warning(tmp_path, warnings_of):
-    """Without a folder, and without a checkpoint in it, there is nothing to say."""
+    """Nothing is logged if the folder is missing or contains no checkpoint."""
     (tmp_path / "notes.txt").write_text("hello")
     assert newest_path(tmp_path / "missing", a_job()) is None
     assert newest_path(tmp_path, a_job()) is None
@@ -113,7 +113,7 @@ def test_no_checkpoint_is_no_warning(tmp_path, warnings_of):
 
 
 def test_progress_decides_not_name_and_not_time(tmp_path, warnings_of):
-    """Of real checkpoints the one of the last step is taken, whatever it is called and whenever it was downloaded."""
+    """The checkpoint of the last step is chosen, regardless of its name and modification time."""
     train(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step={step}.ckpt" for step in (1, 2, 3, 4)]
     newest = (tmp_path / "step=4.ckpt").rename(tmp_path / "a.ckpt")
@@ -124,7 +124,7 @@ def test_progress_decides_not_name_and_not_time(tmp_path, warnings_of):
 
 
 def test_the_found_checkpoint_resumes_a_trainer(tmp_path):
-    """A Trainer accepts what was found, and resumes from its step."""
+    """A Trainer resumes from the step of the checkpoint that was found."""
     train(tmp_path, max_epochs=1)
     found = newest_path(tmp_path)
     trainer = make_trainer(max_epochs=2, enable_checkpointing=False)
@@ -133,12 +133,12 @@ def test_the_found_checkpoint_resumes_a_trainer(tmp_path):
 
 
 def test_of_the_same_step_the_later_checkpoint_is_taken(tmp_path):
-    """Validation, the end of an epoch and the end of the training come after the last step."""
+    """Checkpoints of validation, the end of an epoch and the end of training count as later than their step."""
     order = ["on_train_batch_end", "on_validation_batch_end", "on_validation_end", "on_train_epoch_end", "on_train_end"]
     paths = [tmp_path / f"{index}-{hook}.ckpt" for index, hook in enumerate(order)]
 
     class _Everywhere(Callback):
-        """Save at each of these moments, the last time that it comes."""
+        """Save at each of these hooks, keeping the last checkpoint of each."""
 
     for hook, path in zip(order, paths, strict=True):
         setattr(_Everywhere, hook, lambda self, trainer, *arguments, path=path: trainer.save_checkpoint(path))
@@ -149,26 +149,26 @@ def test_of_the_same_step_the_later_checkpoint_is_taken(tmp_path):
         taken.append(found)
         found.unlink()
     assert taken[:2] == [paths[4], paths[3]]
-    assert set(taken[2:4]) == {paths[1], paths[2]}  # nothing tells the last validation batch from its end
+    assert set(taken[2:4]) == {paths[1], paths[2]}  # these two have equal progress
     assert taken[4] == paths[0]
 
 
 def test_batches_count_within_a_step(tmp_path):
-    """While gradients accumulate, the checkpoint after more batches is taken."""
+    """While gradients accumulate, the checkpoint with more batches is chosen."""
     save(tmp_path / "a.ckpt", step=1, batches=4)
     save(tmp_path / "z.ckpt", step=1, batches=7)
     assert newest_path(tmp_path) == tmp_path / "z.ckpt"
 
 
 def test_equal_checkpoints_give_the_same_choice_on_every_host(tmp_path):
-    """Of two that are equally far, the order of the names decides, not that of the directory."""
+    """Among equal checkpoints, the order of names decides, not the order of the directory."""
     for name in ("c", "b", "d"):
         save(tmp_path / f"{name}.ckpt", step=1)
     assert newest_path(tmp_path) == tmp_path / "b.ckpt"
 
 
 def test_checkpoints_are_found_at_any_depth_but_not_hidden(tmp_path):
-    """Folders are searched; hidden files and folders, and other names, are not."""
+    """Subfolders are searched; hidden files, hidden folders and other suffixes are ignored."""
     deep = save(tmp_path / "version_0" / "checkpoints" / "deep.ckpt", step=1)
     save(tmp_path / ".sagemaker-ignore" / "whole.ckpt", step=9)
     save(tmp_path / ".hidden.ckpt", step=9)
@@ -177,7 +177,7 @@ def test_checkpoints_are_found_at_any_depth_but_not_hidden(tmp_path):
 
 
 def test_unfinished_checkpoints_are_never_taken(tmp_path, warnings_of):
-    """Not those that are being written, as files or within folders, nor what the service's agent leaves beside them."""
+    """Unfinished files and folders and the upload agent's markers are ignored."""
     whole = save(tmp_path / "a.ckpt", step=1)
     save(tmp_path / "b.ckpt.sagemaker-ignore", step=9)
     save(tmp_path / "c.ckpt.sagemaker-ignore" / "part.ckpt", step=9)
@@ -187,11 +187,11 @@ def test_unfinished_checkpoints_are_never_taken(tmp_path, warnings_of):
     assert warnings_of() == []
 
 
-# ---- broken ones
+# ---- invalid files
 
 
 def test_a_truncated_file_is_never_taken(tmp_path, warnings_of):
-    """Wherever a file ends too early, the one before it is taken, and the warning names both."""
+    """Wherever a file is truncated, the previous checkpoint is chosen, and the warning names both files."""
     good, bad = save(tmp_path / "good.ckpt", step=2), save(tmp_path / "bad.ckpt", step=3)
     whole = bad.read_bytes()
     for size in {*range(0, len(whole), 97), *range(len(whole) - 40, len(whole)), 1, 2, 3, 4, 5}:
@@ -205,7 +205,7 @@ def test_a_truncated_file_is_never_taken(tmp_path, warnings_of):
 
 
 def test_a_truncated_checkpoint_of_a_trainer_is_passed_over(tmp_path, warnings_of):
-    """Half of a real checkpoint is called truncated."""
+    """Half of a real checkpoint is reported as truncated."""
     train(tmp_path, max_epochs=1)
     newest = tmp_path / "step=2.ckpt"
     os.truncate(newest, newest.stat().st_size // 2)
@@ -216,7 +216,7 @@ def test_a_truncated_checkpoint_of_a_trainer_is_passed_over(tmp_path, warnings_o
 
 @pytest.mark.parametrize("part", ["weights", "header"])
 def test_a_checkpoint_with_a_changed_byte_is_passed_over(tmp_path, warnings_of, part):
-    """A byte that the disk or the network has changed shows in the archive's checksums, which torch does not read."""
+    """A byte corrupted on disk or in transit is detected by the archive's checksums, which torch does not check."""
     older, newest = save(tmp_path / "a.ckpt", step=1), save(tmp_path / "b.ckpt", step=2)
     data = bytearray(newest.read_bytes())
     with zipfile.ZipFile(newest) as archive:
@@ -235,7 +235,7 @@ def test_a_checkpoint_with_a_changed_byte_is_passed_over(tmp_path, warnings_of, 
     [b"", b"\0" * 5000, b"not a checkpoint", b"PK\x03\x04" + b"\0" * 500, pickle.dumps({"a": 1})],
 )
 def test_other_content_starts_from_the_beginning(tmp_path, warnings_of, content):
-    """Files of another kind are no error: each is named, and training starts from the beginning."""
+    """Other files are no error: a warning names each one, and training starts from the beginning."""
     (tmp_path / "x.ckpt").write_bytes(content)
     assert newest_path(tmp_path) is None
     first, second = warnings_of()
@@ -245,14 +245,14 @@ def test_other_content_starts_from_the_beginning(tmp_path, warnings_of, content)
 
 @pytest.mark.parametrize("content", [torch.ones(2), {"weight": torch.ones(2)}, {"global_step": 1}, [1]])
 def test_what_no_trainer_wrote_is_passed_over(tmp_path, warnings_of, content):
-    """A file that torch can load but Lightning cannot resume from is not a checkpoint of a Trainer."""
+    """A file that torch can load but Lightning cannot resume from is skipped."""
     save(tmp_path / "x.ckpt", content)
     assert newest_path(tmp_path) is None
     assert "is not a checkpoint of a Lightning Trainer" in warnings_of()[0]
 
 
 def test_a_checkpoint_of_the_weights_only_is_passed_over(tmp_path, warnings_of):
-    """What cannot be resumed is not taken, and is named only where it is further than what is."""
+    """A weights-only checkpoint is skipped, with a warning only if it is further than the one chosen."""
     train(tmp_path / "weights", save_weights_only=True)
     train(tmp_path / "whole")
     assert newest_path(tmp_path) == tmp_path / "whole" / "step=4.ckpt"
@@ -264,7 +264,7 @@ def test_a_checkpoint_of_the_weights_only_is_passed_over(tmp_path, warnings_of):
 
 
 class _Picky:
-    """An object that looks at its tensor while it is unpickled."""
+    """An object that reads its tensor while it is unpickled."""
 
     def __init__(self):
         self.scale = torch.tensor(2.0)
@@ -285,7 +285,7 @@ class _Harmful:
 
 @pytest.mark.parametrize("facts", [{"name": "job-1"}, {"name": "job-0", "checkpoint_s3_uri": "s3://bucket/ck/"}])
 def test_any_object_may_be_in_a_checkpoint_of_the_job(tmp_path, facts):
-    """It is made only when training resumes."""
+    """Objects in a checkpoint of this job are created only when training resumes."""
     mark = tmp_path / "mark"
     objects = {**a_checkpoint(step=2, facts=facts), "hyper_parameters": {"x": _Harmful(mark)}}
     path = save(tmp_path / "x.ckpt", objects)
@@ -304,7 +304,7 @@ def test_any_object_may_be_in_a_checkpoint_of_the_job(tmp_path, facts):
 )
 @pytest.mark.parametrize("kind", ["file", "sharded", "deepspeed"])
 def test_no_code_of_a_checkpoint_runs_unless_it_says_that_it_is_of_the_job(tmp_path, warnings_of, facts, said, kind):
-    """A file that nothing connects with the job is invalid if it holds objects, and none of them is made."""
+    """A checkpoint with objects that is not linked to this job is invalid, and none of the objects is created."""
     mark = tmp_path / "mark"
     harmful = {**a_checkpoint(step=5, facts=facts), "hyper_parameters": {"x": _Harmful(mark)}}
     folder = tmp_path / "ck"
@@ -322,7 +322,7 @@ def test_no_code_of_a_checkpoint_runs_unless_it_says_that_it_is_of_the_job(tmp_p
 
 
 def test_the_list_of_shards_runs_no_code(tmp_path):
-    """What lists the shards of a checkpoint is a pickle, too: it is read without making its objects."""
+    """The index of shards, which is a pickle, is read without creating its objects."""
     mark = tmp_path / "mark"
     path = save_sharded(tmp_path / "ck" / "x.ckpt", step=5)
     index = dcp.FileSystemReader(path).read_metadata()
@@ -333,7 +333,7 @@ def test_the_list_of_shards_runs_no_code(tmp_path):
 
 
 def test_every_object_can_be_passed_over(tmp_path):
-    """Objects are read as ones that do nothing, however they are pickled, and plain values as they are."""
+    """Objects are read as inert placeholders, however they are pickled; plain values are read normally."""
     values = {"plain": [1, "a", {"b": (2.5, None)}], JOB_KEY: job_facts(a_job(), a_fit())}
     objects = [
         _Picky(),
@@ -359,11 +359,11 @@ def test_every_object_can_be_passed_over(tmp_path):
     assert len(read["objects"]) == len(objects)
 
 
-# ---- sharded ones
+# ---- sharded checkpoints
 
 
 def test_a_whole_sharded_checkpoint_is_taken(tmp_path, warnings_of):
-    """A folder of torch.distributed.checkpoint is one checkpoint, and is compared with files."""
+    """A folder of torch.distributed.checkpoint counts as one checkpoint and is compared with files."""
     save(tmp_path / "file.ckpt", step=3)
     sharded = save_sharded(tmp_path / "sharded.ckpt", step=4)
     assert (sharded / "__0_0.distcp").is_file()
@@ -382,7 +382,7 @@ def test_a_whole_sharded_checkpoint_is_taken(tmp_path, warnings_of):
     ],
 )
 def test_a_sharded_checkpoint_without_a_file_is_passed_over(tmp_path, warnings_of, name, fault):
-    """Each of the files is needed, and the missing one is named."""
+    """A sharded checkpoint needs all of its files, and the warning names the missing one."""
     good = save(tmp_path / "good.ckpt", step=3)
     sharded = save_sharded(tmp_path / "sharded.ckpt", step=4)
     (sharded / name).unlink()
@@ -393,7 +393,7 @@ def test_a_sharded_checkpoint_without_a_file_is_passed_over(tmp_path, warnings_o
 
 @pytest.mark.parametrize("name", [".metadata", "meta.pt", "__0_0.distcp"])
 def test_a_sharded_checkpoint_with_a_truncated_file_is_never_taken(tmp_path, name):
-    """Wherever one of its files ends too early, the checkpoint before it is taken."""
+    """Wherever a file of a sharded checkpoint is truncated, the previous checkpoint is chosen."""
     good = save(tmp_path / "good.ckpt", step=3)
     sharded = save_sharded(tmp_path / "sharded.ckpt", step=4)
     whole = (sharded / name).read_bytes()
@@ -405,17 +405,17 @@ def test_a_sharded_checkpoint_with_a_truncated_file_is_never_taken(tmp_path, nam
 
 
 def test_a_folder_of_another_kind_is_passed_over(tmp_path, warnings_of):
-    """A folder of no known format is named, and nothing in it is taken for a checkpoint."""
+    """A folder of unknown format is reported, and its contents are not searched for checkpoints."""
     save(tmp_path / "other.ckpt" / "checkpoint" / "inner.ckpt", step=9)
     assert newest_path(tmp_path) is None
     assert "other.ckpt is a folder without .metadata: an incomplete sharded checkpoint" in warnings_of()[0]
 
 
-# ---- those of DeepSpeed
+# ---- DeepSpeed checkpoints
 
 
 def save_deepspeed(path, *, stage=2, num_ranks=2, **contents):
-    """Write the files that DeepSpeed 0.18 writes for Lightning: Trainer's state within the model states of rank 0."""
+    """Write a checkpoint as DeepSpeed 0.18 does for Lightning: rank 0's model states contain the Trainer's state."""
     checkpoint = a_checkpoint(**contents)
     del checkpoint["state_dict"], checkpoint["optimizer_states"]
     engine = {"module": {"weight": torch.ones(20, 10)}, "dp_world_size": num_ranks, "mp_world_size": 1}
@@ -436,7 +436,7 @@ def save_deepspeed(path, *, stage=2, num_ranks=2, **contents):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_whole_deepspeed_checkpoint_is_taken(tmp_path, warnings_of, stage):
-    """Whatever ZeRO splits, the folder is one checkpoint with the Trainer's progress, and is compared with files."""
+    """At any ZeRO stage, the folder is one checkpoint with the Trainer's progress and is compared with files."""
     save(tmp_path / "file.ckpt", step=3)
     folder = save_deepspeed(tmp_path / "deepspeed.ckpt", stage=stage, step=4)
     assert newest_path(tmp_path) == folder
@@ -454,7 +454,7 @@ def test_a_whole_deepspeed_checkpoint_is_taken(tmp_path, warnings_of, stage):
     ],
 )
 def test_a_deepspeed_checkpoint_without_a_file_is_passed_over(tmp_path, warnings_of, name, fault):
-    """The files of all ranks are needed, and the missing one is named."""
+    """A DeepSpeed checkpoint needs the files of all ranks, and the warning names the missing one."""
     good = save(tmp_path / "good.ckpt", step=3)
     folder = save_deepspeed(tmp_path / "deepspeed.ckpt", stage=3, step=4)
     (folder / name).unlink()
@@ -465,7 +465,7 @@ def test_a_deepspeed_checkpoint_without_a_file_is_passed_over(tmp_path, warnings
 
 @pytest.mark.parametrize("kind", ["model", "optim"])
 def test_a_deepspeed_checkpoint_with_a_truncated_file_is_never_taken(tmp_path, warnings_of, kind):
-    """Also the shards of other ranks are looked at."""
+    """A truncated shard of any rank invalidates the checkpoint."""
     good = save(tmp_path / "good.ckpt", step=3)
     folder = save_deepspeed(tmp_path / "deepspeed.ckpt", stage=3, step=4)
     (file,) = folder.glob(f"checkpoint/*rank_1_*{kind}_states.pt")
@@ -478,7 +478,7 @@ def test_a_deepspeed_checkpoint_with_a_truncated_file_is_never_taken(tmp_path, w
 
 
 def test_links_to_the_outside_are_ignored(tmp_path, warnings_of):
-    """Links to files, folders and checkpoints that lie outside are not followed; nor is one to nothing."""
+    """Links to files and folders outside and dangling links are not followed."""
     folder, outside = tmp_path / "ck", tmp_path / "outside"
     save(outside / "far.ckpt", step=9)
     good = save(folder / "good.ckpt", step=1)
@@ -490,7 +490,7 @@ def test_links_to_the_outside_are_ignored(tmp_path, warnings_of):
 
 
 def test_a_link_inside_stands_for_its_file(tmp_path, warnings_of):
-    """ModelCheckpoint(save_last="link") makes links, whose files are found anyhow; the folder may be a link, too."""
+    """Links of ModelCheckpoint(save_last="link") give way to their files; the folder itself may be a link."""
     train(tmp_path / "real", save_last="link")
     assert (tmp_path / "real" / "last.ckpt").is_symlink()
     (tmp_path / "ck").symlink_to(tmp_path / "real")
@@ -502,7 +502,7 @@ def test_a_link_inside_stands_for_its_file(tmp_path, warnings_of):
 
 
 def test_facts_of_a_job_go_into_checkpoints():
-    """They are the job's name, its S3 address and the fit, which can be loaded with weights_only."""
+    """A checkpoint contains the job's name, its S3 address and the fit, loadable with weights_only."""
     fit = {"place": "train.py:10", "repeat": 1, "order": 1, "number": 2}
     expected = {"name": "job-1", "checkpoint_s3_uri": "s3://bucket/ck", "fit": fit}
     assert job_facts(a_job(), a_fit(number=2)) == expected
@@ -510,7 +510,7 @@ def test_facts_of_a_job_go_into_checkpoints():
 
 
 def test_only_checkpoints_of_the_same_fit_are_taken(tmp_path, warnings_of):
-    """A script that trains twice resumes each training from its own checkpoints; some name no fit."""
+    """A script that trains twice resumes each fit from that fit's checkpoints, or from ones without a known fit."""
     first = save(tmp_path / "first.ckpt", step=1, facts=job_facts(a_job(), a_fit()))
     save(tmp_path / "second.ckpt", step=2, facts=job_facts(a_job(), a_fit("train.py:20", order=2)))
     assert newest_path(tmp_path, a_job(), fit=a_fit()) == first
@@ -526,7 +526,7 @@ def test_only_checkpoints_of_the_same_fit_are_taken(tmp_path, warnings_of):
 
 
 def test_a_checkpoint_of_the_same_job_comes_first(tmp_path):
-    """Others may have more progress: an earlier job at the same address, or a job that says nothing of itself."""
+    """This job's checkpoint is preferred over one with more progress from another or an unknown job."""
     before = save(tmp_path / "before.ckpt", step=4, facts=job_facts(a_job("job-0"), a_fit()))
     save(tmp_path / "old.ckpt", step=3)
     assert not newest_checkpoint(tmp_path, a_job()).is_of(a_job())
@@ -551,7 +551,7 @@ def test_a_checkpoint_of_the_same_job_comes_first(tmp_path):
     ],
 )
 def test_checkpoints_of_another_job_with_another_address_are_left_over(tmp_path, warnings_of, facts, is_taken):
-    """Only a checkpoint that differs in the job's name and in the S3 address is passed over; both jobs are named."""
+    """A checkpoint is skipped if both its job's name and its S3 address differ, and the warning names both jobs."""
     mine = save(tmp_path / "mine.ckpt", step=1)
     other = save(tmp_path / "other.ckpt", step=2, facts=facts and job_facts(facts, a_fit()))
     assert newest_path(tmp_path, a_job()) == (other if is_taken else mine)
@@ -566,7 +566,7 @@ def test_checkpoints_of_another_job_with_another_address_are_left_over(tmp_path,
 @pytest.mark.parametrize(
     ("facts", "job", "is_taken"),
     [
-        (a_job("job-0", None), a_job(uri=None), False),  # to have no address is not the same address
+        (a_job("job-0", None), a_job(uri=None), False),  # two jobs without an address do not share one
         (a_job(None, None), a_job(uri=None), False),
         (a_job(None, None), a_job(None, None), True),  # nothing tells them apart
         (a_job("job-0", "s3://bucket/ck"), a_job(None), True),
@@ -575,7 +575,7 @@ def test_checkpoints_of_another_job_with_another_address_are_left_over(tmp_path,
     ],
 )
 def test_without_name_and_address_a_checkpoint_is_of_another_job(tmp_path, facts, job, is_taken):
-    """What says neither that this job wrote it, nor one of the same address, is passed over, and runs no code."""
+    """A checkpoint linked to this job neither by name nor by address is skipped, and none of its code runs."""
     mark = tmp_path / "mark"
     harmful = {**a_checkpoint(step=2, facts=job_facts(facts, a_fit())), "hyper_parameters": {"x": _Harmful(mark)}}
     path = save(tmp_path / "other.ckpt", harmful)
@@ -584,7 +584,7 @@ def test_without_name_and_address_a_checkpoint_is_of_another_job(tmp_path, facts
 
 
 def test_only_leftovers_start_from_the_beginning(tmp_path, warnings_of):
-    """With nothing but checkpoints of another job, training starts from the beginning; sharded ones count, too."""
+    """Training starts from the beginning if all checkpoints, files or sharded, belong to another job."""
     facts = job_facts(a_job("job-0", "s3://bucket/other"), a_fit())
     save(tmp_path / "other.ckpt", step=2, facts=facts)
     save_sharded(tmp_path / "sharded.ckpt", step=3, facts=facts)
@@ -604,7 +604,7 @@ class Together:
         self._values = [None] * len(folders)
 
     def newest(self, **options):
-        """What each of them finds."""
+        """The results of all hosts."""
         with ThreadPoolExecutor(len(self._folders)) as pool:
             calls = [
                 pool.submit(newest_checkpoint, folder, gather=partial(self._gather, host), **options)
@@ -621,7 +621,7 @@ class Together:
 
 
 def test_hosts_choose_from_what_any_of_them_has(tmp_path):
-    """All come to the same checkpoint, and know which host has it; of equal ones, that of the first host."""
+    """All hosts choose the same checkpoint and the host that has it; among equal ones, the first host's."""
     main = save(tmp_path / "0" / "a.ckpt", step=3)
     other = save(tmp_path / "1" / "b.ckpt", step=5)
     found = Together(tmp_path / "0", tmp_path / "1", tmp_path / "none").newest()
@@ -632,10 +632,10 @@ def test_hosts_choose_from_what_any_of_them_has(tmp_path):
 
 
 def test_a_file_that_one_host_has_overwritten_counts_for_the_others(tmp_path, monkeypatch):
-    """Its name is the same on all hosts, and what they have downloaded is older."""
+    """If one host overwrote a file that others downloaded under the same name, the newer copy counts on all hosts."""
     stale, fresh = (save(tmp_path / str(host) / "last.ckpt", step=3 + host) for host in range(2))
     read = newest_module._read
-    # As on the hosts of a job, both see their file at the same path.
+    # Give both files the same path, as on the hosts of a job.
     monkeypatch.setattr(
         newest_module, "_read", lambda path, *rest: replace(read(path, *rest), path=Path("/ck/last.ckpt"))
     )
@@ -644,7 +644,7 @@ def test_a_file_that_one_host_has_overwritten_counts_for_the_others(tmp_path, mo
 
 
 def test_a_checkpoint_that_is_damaged_on_any_host_is_passed_over(tmp_path, warnings_of):
-    """Its copies count as equal by their lists of checksums, so each host compares its own."""
+    """Each host verifies its copy's checksums: copies are considered equal by their lists of checksums alone."""
     for host in range(2):
         save(tmp_path / str(host) / "a.ckpt", step=1)
     newest_file = save(tmp_path / "1" / "b.ckpt", step=2)

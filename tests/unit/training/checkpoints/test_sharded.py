@@ -1,4 +1,4 @@
-"""Folders of shards, of which each host has a part: removed there, too, and invalid while they are overwritten."""
+"""Sharded checkpoints, a part on each host: removed on every host, and invalid while they are overwritten."""
 
 import pytest
 from pytorch_lightning import Trainer
@@ -13,7 +13,7 @@ from lightning_sm.training.checkpoints.sharded import install_shard_hooks
 
 @pytest.fixture
 def strategy_of(tmp_path, monkeypatch):
-    """A function that makes the strategy of a rank, with the checkpoint folder ``tmp_path/checkpoints``."""
+    """A function that creates a rank's strategy, with the checkpoint folder ``tmp_path/checkpoints``."""
 
     def make(global_rank, local_rank):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
@@ -30,7 +30,7 @@ def strategy_of(tmp_path, monkeypatch):
 
 
 def test_an_object_store_is_refused():
-    """Lightning would write into a folder of the host that is called like the address, and tell nobody."""
+    """An object store is refused, because Lightning would silently write to a local folder named like the address."""
     address = "memory://bucket/checkpoints"
     trainer = Trainer(
         accelerator="cpu", strategy=ModelParallelStrategy(), plugins=[LightningEnvironment()], devices=1, logger=False
@@ -44,7 +44,7 @@ def test_an_object_store_is_refused():
 
 
 def sharded(folder, name):
-    """A checkpoint with a shard."""
+    """A checkpoint with one shard."""
     path = folder / "checkpoints" / name
     path.mkdir(parents=True)
     (path / "__8_0.distcp").write_bytes(b"a shard of rank 8")
@@ -53,7 +53,7 @@ def sharded(folder, name):
 
 @pytest.mark.parametrize(("global_rank", "local_rank", "removes"), [(0, 0, True), (8, 0, True), (9, 1, False)], ids=str)
 def test_each_host_removes_its_shards(tmp_path, strategy_of, global_rank, local_rank, removes):
-    """One rank of every host does, and keeps the last removed one until the next, as for files."""
+    """One rank per host removes shards, and keeps the last removed checkpoint until the next removal, as for files."""
     strategy = strategy_of(global_rank, local_rank)
     first, second = sharded(tmp_path, "1.ckpt"), sharded(tmp_path, "2.ckpt")
     strategy.remove_checkpoint(str(first))
@@ -63,7 +63,7 @@ def test_each_host_removes_its_shards(tmp_path, strategy_of, global_rank, local_
 
 
 def test_a_single_file_is_removed_by_rank_0_only(tmp_path, strategy_of):
-    """Other hosts have a copy of it only from the start of the job, or see the very same file."""
+    """Only rank 0 removes a single file: other hosts have a downloaded copy, or share the same file."""
     strategy = strategy_of(8, 0)
     for name in ("1.ckpt", "2.ckpt"):
         (tmp_path / "checkpoints").mkdir(exist_ok=True)
@@ -75,7 +75,7 @@ def test_a_single_file_is_removed_by_rank_0_only(tmp_path, strategy_of):
 @pytest.mark.parametrize("global_rank", [0, 8])
 @pytest.mark.parametrize("name", [".metadata", "meta.pt", "latest"])
 def test_shards_of_two_steps_are_never_valid(tmp_path, strategy_of, monkeypatch, global_rank, name):
-    """All files of an old checkpoint are gone on each host before the first shard of the new one is written."""
+    """Each host removes the old checkpoint's files before it writes the first shard of the new one."""
     last = sharded(tmp_path, "last.ckpt")
     (last / name).touch()
     seen = []
@@ -89,7 +89,7 @@ def test_shards_of_two_steps_are_never_valid(tmp_path, strategy_of, monkeypatch,
 
 
 def test_an_exported_model_keeps_its_shards(tmp_path, strategy_of, monkeypatch):
-    """The model directory may have a link to a shard, whose content stays when the checkpoint is overwritten."""
+    """A hard link to a shard from the model directory keeps its content when the checkpoint is overwritten."""
     last = sharded(tmp_path, "last.ckpt")
     (tmp_path / "model").hardlink_to(last / "__8_0.distcp")
 

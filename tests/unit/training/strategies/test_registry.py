@@ -1,4 +1,4 @@
-"""The names of strategies, for a plain Trainer of a script that imports lightning_sm."""
+"""Strategy names that a plain Trainer can use in a script that imports lightning_sm."""
 
 import subprocess
 import sys
@@ -21,14 +21,14 @@ print(type(trainer.strategy).__name__)
     [
         "import lightning_sm\nfrom pytorch_lightning import Trainer",
         "from pytorch_lightning import Trainer\nimport lightning_sm",
-        # A question for the module, as other packages ask, is no import.
+        # find_spec, which other packages call, does not import the module.
         "import importlib.util\nimport lightning_sm\nimportlib.util.find_spec('pytorch_lightning.strategies')\n"
         "from pytorch_lightning import Trainer",
     ],
     ids=["before Lightning", "after Lightning", "before a question"],
 )
 def test_the_import_of_lightning_sm_registers_strategies(imports):
-    """Lightning's own Trainer finds them by name, in both orders of the imports."""
+    """Lightning's Trainer finds the strategies by name, in either order of the imports."""
     command = [sys.executable, "-c", _PLAIN_TRAINER.format(imports=imports)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.stdout.strip() == "PipelineParallelStrategy", ended.stderr

@@ -1,4 +1,4 @@
-"""Where SMDDP may be used, and how the strategy is chosen."""
+"""Where SMDDP can be used, and how the strategy is chosen."""
 
 import sys
 from types import ModuleType
@@ -18,14 +18,14 @@ TYPES = {"trainer": "ml.p4d.24xlarge", "data": "ml.c5.xlarge"}
 
 @pytest.fixture
 def library(monkeypatch):
-    """The image has the library."""
+    """Make the library available, as in an image that contains it."""
     monkeypatch.setitem(sys.modules, LIBRARY, ModuleType(LIBRARY))
 
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("type_", ["ml.p4d.24xlarge", "ml.p4de.24xlarge", None])
 def test_nothing_is_in_the_way_on_hosts_that_it_is_made_for(type_):
-    """Data hosts may be of any type, and an unknown type is none that is wrong."""
+    """There is no obstacle on supported hosts; data hosts may have any type, and an unknown type is accepted."""
     assert obstacle_to_smddp(make_job(GROUPS, instance_types={**TYPES, "trainer": type_}), 2) is None
 
 
@@ -45,13 +45,13 @@ def test_nothing_is_in_the_way_on_hosts_that_it_is_made_for(type_):
     ids=["a laptop", "another instance type", "local mode", "one host"],
 )
 def test_what_is_in_the_way_is_named(job, num_nodes, said):
-    """With the values and where they are from."""
+    """The obstacle is described with the values and their source."""
     obstacle = obstacle_to_smddp(job, num_nodes)
     assert [part for part in said if part not in obstacle] == []
 
 
 def test_an_image_without_the_library_is_told_for_which_torch_there_is_one():
-    """And which torch this is, because a library for another torch fails to be imported, too."""
+    """The obstacle names the library's torch and this one, as a library for another torch cannot be imported either."""
     obstacle = obstacle_to_smddp(make_job(GROUPS, instance_types=TYPES), 2)
     assert "No module named 'smdistributed'" in obstacle
     assert (
@@ -61,7 +61,7 @@ def test_an_image_without_the_library_is_told_for_which_torch_there_is_one():
 
 
 def test_reduce_leaves_alone_what_is_no_tensor_and_what_has_no_peers():
-    """As in Lightning's own strategies: a Trainer reduces before there is a process group, too."""
+    """As in Lightning's strategies, reduce returns values unchanged if they are not tensors or there is no group."""
     strategy = SMDDPStrategy()
     assert strategy.reduce("text") == "text"
     assert strategy.reduce(torch.tensor(3.0)).item() == 3

@@ -1,4 +1,4 @@
-"""The stand-in for NCCL refuses what NCCL would: tests/gpu/staged.py."""
+"""tests/gpu/staged.py, a stand-in for NCCL, refuses what NCCL would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.gpu.staged import DEVICE, Staged
 
 
 def _of_two(call):
-    """What a call returns on two ranks, or the text of its error."""
+    """The results of a call on two ranks, or the texts of their errors."""
     store = dist.HashStore()
 
     def run(rank):
@@ -34,7 +34,7 @@ def _reduced(group, *values):
 
 
 def test_ranks_that_agree_are_served():
-    """So that the others are refused for their difference alone."""
+    """Matching calls succeed, so the calls below are refused only for their differences."""
     assert _of_two(lambda group, rank: _reduced(group, rank, 1)) == [[1, 2], [1, 2]]
 
 
@@ -47,12 +47,12 @@ def test_ranks_that_agree_are_served():
     ],
 )
 def test_ranks_that_differ_are_refused(call):
-    """Each says what it calls."""
+    """Each rank's error describes its call."""
     for rank, said in enumerate(_of_two(call)):
         assert said.startswith(f"Rank {rank} of 2 calls ")
 
 
 def test_only_contiguous_tensors_are_taken():
-    """NCCL would send the memory as it lies."""
+    """Non-contiguous tensors are refused, because NCCL would send their memory as it is."""
     for said in _of_two(lambda group, _: group.broadcast([torch.ones(2, 3, device=DEVICE).T])):
         assert said == "Tensors must be contiguous, but this one of shape [3, 2] is not."

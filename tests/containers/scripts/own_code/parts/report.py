@@ -1,4 +1,4 @@
-# A package in a folder beside the script: leaves facts where the output of this host is collected.
+# A package beside the script: writes facts to the folder where this host's output is collected.
 import json
 import os
 import sys

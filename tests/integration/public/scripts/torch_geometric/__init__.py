@@ -1,1 +1,1 @@
-"""The shape of torch_geometric's graphs and loaders, for a script that uses them."""
+"""A stand-in for torch_geometric with graphs and loaders of the same structure, for a script that uses them."""

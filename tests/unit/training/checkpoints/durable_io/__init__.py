@@ -1,1 +1,1 @@
-"""Tests of how checkpoints get to the disk: real files, and Trainers that write them."""
+"""Tests of how checkpoints reach the disk, with real files and Trainers."""

@@ -1,4 +1,4 @@
-"""Checkpoint folders."""
+"""Fixtures for checkpoint folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _own_temporary_directory(tmp_path_factory, monkeypatch):
-    """What other workers of pytest-xdist have in theirs is not taken for what a test left behind."""
+    """Use a separate temporary directory, so that files of other pytest-xdist workers are not taken for leftovers."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
 
 

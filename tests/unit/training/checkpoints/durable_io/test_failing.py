@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be written leaves the old one, nothing else, and an error that says what to do."""
+"""A failed write keeps the old checkpoint, leaves nothing else and raises an error with a remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNSHARE = shutil.which("unshare")
 
 
 class _OntoFullDisk(TorchCheckpointIO):
-    """Write a part, then go on writing where the kernel says that no space is left."""
+    """A CheckpointIO that writes a part and then runs out of space."""
 
     def __init__(self, write):
         self.write = write
@@ -45,7 +45,7 @@ def _with_open(checkpoint):
 
 @contextmanager
 def file_size_limit(size):
-    """Let the kernel refuse to make any file larger than this."""
+    """Make the kernel refuse to write files larger than this."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -56,7 +56,7 @@ def file_size_limit(size):
 
 @pytest.mark.parametrize("inner", [TorchCheckpointIO(), ToPath()])
 def test_a_file_that_cannot_grow_leaves_the_old_one(folder, inner):
-    """When the kernel refuses to write on, the old file is intact, nothing is left, and the error says what to do."""
+    """If the kernel refuses to write on, the old file is intact, nothing else remains, and the error has a remedy."""
     durable, path = DurableCheckpointIO(inner, folder), folder / "a.ckpt"
     durable.save_checkpoint(OLD, path)
     with (
@@ -73,7 +73,7 @@ def test_a_file_that_cannot_grow_leaves_the_old_one(folder, inner):
 @pytest.mark.parametrize("write", [_with_torch, _with_open])
 @pytest.mark.parametrize("size", [1, 10_000_000])
 def test_a_full_disk_is_explained(folder, write, size):
-    """A full disk is named as what it is, whether torch or Python met it."""
+    """The error explains a full disk, whether torch or Python hits it."""
     DurableCheckpointIO(TorchCheckpointIO(), folder).save_checkpoint(OLD, folder / "a.ckpt")
     durable = DurableCheckpointIO(_OntoFullDisk(write), folder)
     with pytest.raises(CheckpointError, match=r"larger volume .*keep fewer checkpoints") as caught:
@@ -85,7 +85,7 @@ def test_a_full_disk_is_explained(folder, write, size):
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EIO])
 def test_other_errors_are_explained(folder, code):
-    """What may not be written to is named, and the cause is chained."""
+    """The error names the path that is not writable, and its cause is chained."""
     error = OSError(code, os.strerror(code))
     with pytest.raises(CheckpointError, match=rf"{os.strerror(code)}.*Check that .*checkpoints is writable") as caught:
         DurableCheckpointIO(Failing(error), folder).save_checkpoint(NEW, folder / "a.ckpt")
@@ -95,7 +95,7 @@ def test_other_errors_are_explained(folder, code):
 
 @pytest.mark.parametrize("error", [RuntimeError("the user's"), TypeError("no options"), KeyboardInterrupt()])
 def test_errors_that_are_not_of_the_disk_pass(folder, error):
-    """What has nothing to do with writing is raised as it is, and nothing is left of the attempt."""
+    """Errors that have nothing to do with writing are raised unchanged, and no files are left."""
     with pytest.raises(type(error)) as caught:
         DurableCheckpointIO(Failing(error), folder).save_checkpoint(NEW, folder / "a.ckpt")
     assert caught.value is error
@@ -103,7 +103,7 @@ def test_errors_that_are_not_of_the_disk_pass(folder, error):
 
 
 def test_what_was_not_written_is_an_error(folder):
-    """A CheckpointIO that returns without a file, as Lightning's does when it is not permitted to write, is named."""
+    """A CheckpointIO that returns without a file, as Lightning's does when not permitted to write, is an error."""
 
     class _Silent(TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
@@ -134,7 +134,7 @@ print(durable.load_checkpoint(folder / "a.ckpt"), os.listdir(folder), sorted(os.
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small file system")
 @pytest.mark.skipif(_UNSHARE is None, reason="needs unshare (Debian package util-linux)")
 def test_a_full_volume_of_its_own_keeps_the_old_file(folder):
-    """On a mounted volume of 1 MiB, like /opt/ml/checkpoints in a container, 4 MB fail and the old file is intact."""
+    """On a mounted 1 MiB volume, like /opt/ml/checkpoints in a container, writing 4 MB fails and keeps the old file."""
     folder.mkdir()
     mount = 'mount -t tmpfs -o size=1m tmpfs "$0" && exec "$@"'
     command = [_UNSHARE, "--mount", "sh", "-c", mount, folder, sys.executable, "-c", _ON_A_SMALL_DISK, folder]

@@ -1,4 +1,4 @@
-"""A Trainer writes its checkpoints durably, whatever CheckpointIO it was given."""
+"""A Trainer writes its checkpoints durably with any CheckpointIO."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fakes.small_app import SmallData, SmallModel, make_trainer
 
 
 def fit(folder, plugins=None, **saving):
-    """Train four steps with a durable checkpoint after each; return the Trainer."""
+    """Train four steps with a durable checkpoint after each, and return the Trainer."""
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, **saving)
     trainer = make_trainer(callbacks=[saver], max_epochs=2, plugins=plugins)
     make_durable(trainer, folder)
@@ -27,7 +27,7 @@ def fit(folder, plugins=None, **saving):
 
 @pytest.mark.parametrize("plugins", [None, [AsFolder()], [AsyncCheckpointIO()], [AsyncCheckpointIO(AsFolder())]])
 def test_a_trainer_keeps_one_more_than_it_was_told(folder, plugins):
-    """With save_top_k=1 the newest and the one before it are there at the end, with AsyncCheckpointIO perhaps more."""
+    """With save_top_k=1, the last two checkpoints remain, with AsyncCheckpointIO possibly more."""
     fit(folder, plugins)
     names = sorted(os.listdir(folder))
     assert names[-2:] == ["step=3.ckpt", "step=4.ckpt"]
@@ -36,7 +36,7 @@ def test_a_trainer_keeps_one_more_than_it_was_told(folder, plugins):
 
 
 def test_a_trainer_resumes_from_what_was_written(folder):
-    """A file of a Trainer is read by the next one, through the same way."""
+    """A Trainer resumes from a file that another one wrote, both durably."""
     fit(folder)
     trainer = make_trainer(max_epochs=3, enable_checkpointing=False)
     make_durable(trainer, folder)
@@ -45,21 +45,21 @@ def test_a_trainer_resumes_from_what_was_written(folder):
 
 
 def test_an_error_in_the_thread_of_async_checkpoint_io_ends_the_training(folder):
-    """What fails in the background is raised at the next save or at the end, and is explained."""
+    """An error in the background is explained, and raised at the next save or at the end."""
     with pytest.raises(CheckpointError, match=r"was not written to .*: OSError"):
         fit(folder, [AsyncCheckpointIO(Failing(OSError(errno.ENOSPC, "No space left on device")))])
     assert names_in(folder) == beside(folder) == []
 
 
 class _Wrapper(AsyncCheckpointIO):
-    """A wrapper of the user's, around another."""
+    """A user's wrapper around another CheckpointIO."""
 
 
 @pytest.mark.parametrize(
     "plugin", [None, AsFolder(), AsyncCheckpointIO(), AsyncCheckpointIO(ToPath()), _Wrapper(AsyncCheckpointIO())]
 )
 def test_the_innermost_is_wrapped_once(folder, plugin):
-    """However often it is asked for, there is one around the CheckpointIO that writes, within all wrappers."""
+    """Only the CheckpointIO that writes, inside all wrappers, becomes durable, and only once."""
     trainer = make_trainer(plugins=plugin and [plugin])
     for _ in range(2):
         make_durable(trainer, folder)
@@ -72,7 +72,7 @@ def test_the_innermost_is_wrapped_once(folder, plugin):
 
 
 def test_leftovers_of_a_killed_run_are_removed(folder):
-    """What a run was writing when it was killed is removed by the next one; nothing else is."""
+    """A run removes the unfinished files of a run that was killed, and nothing else."""
     kept = ["a.ckpt", ".hidden", "version_0", "a.ckpt.sagemaker-uploaded", "b.ckpt.sagemaker-uploading"]
     unfinished = [
         "version_0/b.ckpt.sagemaker-ignore",
@@ -87,7 +87,7 @@ def test_leftovers_of_a_killed_run_are_removed(folder):
 
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_the_first_rank_of_each_host_removes_leftovers(folder, monkeypatch, local_rank):
-    """Hosts share no folder: each removes its own."""
+    """Local rank 0 of each host removes leftovers, because hosts share no folder."""
     folder.mkdir()
     (folder / "a.ckpt.sagemaker-ignore").write_text("half")
     trainer = make_trainer()
@@ -98,7 +98,7 @@ def test_the_first_rank_of_each_host_removes_leftovers(folder, monkeypatch, loca
 
 
 def test_it_can_be_pickled_and_passes_the_end_on(folder):
-    """Strategies that spawn pickle the Trainer; the other CheckpointIO hears of the end."""
+    """It can be pickled with the Trainer, as strategies that spawn do, and passes teardown on to the CheckpointIO."""
     durable = pickle.loads(pickle.dumps(DurableCheckpointIO(Recorder(), folder)))  # noqa: S301 - its own bytes
     durable.teardown()
     assert durable.checkpoint_io.is_torn_down

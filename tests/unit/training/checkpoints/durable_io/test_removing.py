@@ -1,4 +1,4 @@
-"""A checkpoint that is removed stays until the next one is."""
+"""A removed checkpoint stays on disk until the next removal."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tests.fakes.checkpoint_writers import NEW, OLD, AsFolder, names_in
 
 
 def test_a_removed_checkpoint_stays_until_the_next_removal(folder):
-    """The one that was removed last is still there."""
+    """The checkpoint that was removed last is still on disk."""
     durable, paths = DurableCheckpointIO(TorchCheckpointIO(), folder), [folder / f"{name}.ckpt" for name in "abc"]
     for path in paths:
         durable.save_checkpoint(OLD, path)
     for path, left in zip(paths, ([*"abc"], [*"bc"], [*"c"]), strict=True):
         durable.remove_checkpoint(str(path))
         assert names_in(folder) == [f"{name}.ckpt" for name in left]
-    durable.remove_checkpoint(paths[-1])  # twice the same
+    durable.remove_checkpoint(paths[-1])  # a second time
     assert names_in(folder) == ["c.ckpt"]
 
 
 def test_what_is_saved_again_is_not_removed(folder):
-    """A checkpoint that takes the name of a removed one belongs to the user again."""
+    """A checkpoint saved again under a removed one's name is kept."""
     durable = DurableCheckpointIO(TorchCheckpointIO(), folder)
     for name in "abc":
         durable.save_checkpoint(OLD, folder / f"{name}.ckpt")
@@ -35,7 +35,7 @@ def test_what_is_saved_again_is_not_removed(folder):
 
 
 def test_a_removal_before_the_file_is_written_deletes_nothing(folder):
-    """AsyncCheckpointIO may still be writing what is removed: what is there stays until that is there, too."""
+    """Removing a file that AsyncCheckpointIO has yet to write deletes nothing: the last file on disk stays."""
     durable = DurableCheckpointIO(TorchCheckpointIO(), folder)
     durable.save_checkpoint(OLD, folder / "a.ckpt")
     durable.remove_checkpoint(folder / "a.ckpt")
@@ -44,7 +44,7 @@ def test_a_removal_before_the_file_is_written_deletes_nothing(folder):
 
 
 def test_folders_are_removed_like_files(folder):
-    """A spare may be a folder."""
+    """A checkpoint that is a folder is removed like a file."""
     durable = DurableCheckpointIO(AsFolder(), folder)
     for name in "ab":
         durable.save_checkpoint(OLD, folder / f"{name}.ckpt")

@@ -1,4 +1,4 @@
-"""A checkpoint appears whole or not at all, and is read as it was written, whatever writes it."""
+"""A checkpoint appears whole or not at all, and is read as it was written, with any CheckpointIO."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.fakes.checkpoint_writers import NEW, OLD, AsFolder, Recorder, ToPath,
 @pytest.mark.parametrize("inner", [TorchCheckpointIO(), ToPath()])
 @pytest.mark.parametrize("kind", [str, Path, "file://{}".format])
 def test_a_checkpoint_is_written_and_read(folder, inner, kind):
-    """It has its name in the end, old files are replaced, folders are made, and nothing else is left."""
+    """A save creates folders, replaces old files and leaves only the checkpoint under its final name."""
     durable, path = DurableCheckpointIO(inner, folder), folder / "version_0" / "a.ckpt"
     for content in (OLD, NEW):
         durable.save_checkpoint(content, kind(path))
@@ -32,7 +32,7 @@ def test_a_checkpoint_is_written_and_read(folder, inner, kind):
 
 
 class _Watching(ToPath):
-    """Write, and note what is in the folder and in the temporary directory meanwhile."""
+    """A CheckpointIO that records the contents of the folder and the temporary directory while it writes."""
 
     def __init__(self, folder):
         self.folder, self.seen = folder, []
@@ -43,7 +43,7 @@ class _Watching(ToPath):
 
 
 def test_it_is_written_in_the_folder_under_a_name_that_the_agent_ignores(folder):
-    """While it is written, nothing has its final name, and nothing is outside of the folder."""
+    """Until it is complete, a checkpoint is in its folder under a name that the upload agent ignores."""
     watching = _Watching(folder)
     durable = DurableCheckpointIO(watching, folder)
     durable.save_checkpoint(OLD, folder / "a.ckpt")
@@ -53,7 +53,7 @@ def test_it_is_written_in_the_folder_under_a_name_that_the_agent_ignores(folder)
 
 
 def test_the_other_one_gets_a_text_and_the_options(folder):
-    """As Lightning's ModelCheckpoint gives them."""
+    """The wrapped CheckpointIO gets a string path and the options, as from Lightning's ModelCheckpoint."""
     recorder = Recorder()
     durable = DurableCheckpointIO(recorder, folder)
     durable.save_checkpoint(OLD, str(folder / "a.ckpt"))
@@ -64,7 +64,7 @@ def test_the_other_one_gets_a_text_and_the_options(folder):
 
 @pytest.mark.parametrize("plugin", [TorchCheckpointIO(), ToPath(), AsFolder()])
 def test_a_checkpoint_is_written_once(folder, monkeypatch, plugin):
-    """It is renamed within its folder, never copied; Lightning's own CheckpointIO would go by way of another disk."""
+    """A checkpoint is renamed within its folder, never copied; Lightning's CheckpointIO would write to another disk."""
 
     def refuse(*arguments, **_):
         raise AssertionError(f"copied: {arguments}")
@@ -78,7 +78,7 @@ def test_a_checkpoint_is_written_once(folder, monkeypatch, plugin):
 
 
 def test_options_of_lightnings_own_are_refused_as_by_itself(folder):
-    """TorchCheckpointIO has no options, and says so."""
+    """TorchCheckpointIO still refuses storage_options."""
     with pytest.raises(TypeError, match="storage_options"):
         DurableCheckpointIO(TorchCheckpointIO(), folder).save_checkpoint(OLD, folder / "a.ckpt", {"x": 1})
     assert names_in(folder) == []
@@ -86,7 +86,7 @@ def test_options_of_lightnings_own_are_refused_as_by_itself(folder):
 
 @pytest.mark.parametrize("writer", [TorchCheckpointIO(), AsFolder()])
 def test_what_a_killed_save_left_does_not_disturb(folder, writer):
-    """A file or a folder of the name under which the next one is written is removed first."""
+    """A file or folder that a killed save left under the temporary name is removed before the next save."""
     for name in ("a.ckpt.sagemaker-ignore/deep/part.pt", "b.ckpt.sagemaker-ignore"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"half")
@@ -98,7 +98,7 @@ def test_what_a_killed_save_left_does_not_disturb(folder, writer):
 
 
 def test_folders_are_replaced_whole(folder):
-    """A CheckpointIO that writes folders replaces a folder and a file, and is replaced by a file."""
+    """A checkpoint folder replaces a folder or a file, and a file replaces a folder."""
     path = folder / "a.ckpt"
     as_folder, as_file = DurableCheckpointIO(AsFolder(), folder), DurableCheckpointIO(ToPath(), folder)
     for content in (OLD, NEW):
@@ -113,7 +113,7 @@ def test_folders_are_replaced_whole(folder):
 
 
 def test_a_link_of_the_name_is_replaced_not_followed(folder):
-    """What an old link points to stays as it is, and the checkpoint is a file."""
+    """A link with the checkpoint's name is replaced by a file, and its target is unchanged."""
     durable = DurableCheckpointIO(TorchCheckpointIO(), folder)
     durable.save_checkpoint(OLD, folder / "a.ckpt")
     (folder / "last.ckpt").symlink_to("a.ckpt")
@@ -124,7 +124,7 @@ def test_a_link_of_the_name_is_replaced_not_followed(folder):
 
 @pytest.mark.parametrize("inner", [TorchCheckpointIO(), ToPath(), AsFolder()])
 def test_the_disk_has_every_file_before_it_takes_its_name(folder, monkeypatch, inner):
-    """All files are synchronised with the disk, and only then renamed."""
+    """All files are synced to disk before they are renamed."""
     calls = []
     sync, replace = os.fsync, os.replace
     monkeypatch.setattr(
@@ -139,7 +139,7 @@ def test_the_disk_has_every_file_before_it_takes_its_name(folder, monkeypatch, i
 
 @pytest.mark.parametrize("path", ["s3://bucket/a.ckpt", "memory://a.ckpt", "{tmp}/outside.ckpt", "{tmp}/ck/out/a.ckpt"])
 def test_other_paths_are_left_to_the_other_one(folder, tmp_path, path):
-    """Paths that are not local, or lead out of the folder, are passed on unchanged."""
+    """Paths that are not local or lead outside the folder are passed on unchanged."""
     (tmp_path / "ck").mkdir()
     (tmp_path / "ck" / "out").symlink_to(tmp_path)
     path, recorder = path.format(tmp=tmp_path), Recorder()
@@ -150,7 +150,7 @@ def test_other_paths_are_left_to_the_other_one(folder, tmp_path, path):
 
 
 def test_a_reader_never_sees_a_part(folder):
-    """While a large checkpoint is written again and again, its name always has a whole one."""
+    """While a large checkpoint is rewritten repeatedly, a reader always finds a whole file."""
     durable, path = DurableCheckpointIO(ToPath(), folder), folder / "a.ckpt"
     large = {"value": torch.zeros(4_000_000)}
     durable.save_checkpoint(large, path)

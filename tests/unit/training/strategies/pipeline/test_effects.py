@@ -1,4 +1,4 @@
-"""What a step does on one rank, done again on a rank that has not run it."""
+"""A step's effects on the rank that runs it, repeated on the other ranks."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ LABELS = torch.tensor([1, 1, 0, 1])
 
 
 class Model(pl.LightningModule):
-    """Metrics, buffers, and what is logged.
+    """A module with metrics and buffers that records what is logged.
 
     Args:
         step: The body of training_step.
@@ -37,20 +37,20 @@ class Model(pl.LightningModule):
         self.trainer = SimpleNamespace(loggers=[object()], calls=[])
 
     def log(self, *arguments, **keywords):
-        """Keep the call."""
+        """Record the call."""
         self.trainer.calls.append((arguments, keywords))
 
     def print(self, *arguments, **keywords):
-        """Keep the call, too."""
+        """Record the call."""
         self.trainer.calls.append((arguments, keywords))
 
 
 class Ranks:
-    """The ranks of a replica in one process, one after the other.
+    """The ranks of a replica, one after the other in one process.
 
     Args:
-        is_last: Whether this is the last rank, which sends.
-        sent: What is on its way.
+        is_last: True for the last rank, which sends.
+        sent: Values that were sent and not yet received.
     """
 
     last = 1
@@ -60,7 +60,7 @@ class Ranks:
         self.sent = sent
 
     def broadcast(self, value, position):
-        """Send what the last rank has, or receive it."""
+        """Send the last rank's value or receive it."""
         assert position == self.last
         if not self.is_last:
             return self.sent.pop(0)
@@ -69,12 +69,12 @@ class Ranks:
 
 
 def effects_of(model, is_last=True, sent=None):
-    """The effects of steps on a rank."""
+    """The effects of steps on one rank."""
     return StepEffects(model, model.network, Ranks(is_last, [] if sent is None else sent))
 
 
 def run(step, steps=1):
-    """Run steps on one module, and have their effects on another, too; returns both, and the result there."""
+    """Run steps on one module and repeat their effects on another; return both modules and the shared result."""
     first, second, sent = Model(step), Model(step), []
     ran, others = effects_of(first, True, sent), effects_of(second, False, sent)
     for _ in range(steps):
@@ -86,7 +86,7 @@ def run(step, steps=1):
 
 
 def everything(model):
-    """Change one of each."""
+    """Change a buffer, the network and a metric of each kind."""
     model.around.mean.add_(1)
     model.network(torch.ones(2, 3))
     model.mean.update(PREDICTED)
@@ -97,7 +97,7 @@ def everything(model):
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_metrics_and_buffers_are_those_of_the_rank_that_ran_the_step(steps):
-    """Ranks compute together; buffers stay the same objects, and the network's are left alone."""
+    """Metrics compute over all ranks; buffers are copied in place, and the network's buffers do not change."""
     first, second, _ = run(everything, steps)
     assert torch.equal(second.around.mean, torch.full((2,), float(steps)))
     assert first.mean.compute() == second.mean.compute() == PREDICTED.mean()
@@ -110,7 +110,7 @@ def test_metrics_and_buffers_are_those_of_the_rank_that_ran_the_step(steps):
 
 
 def test_calls_of_log_and_print_are_made_on_all_ranks_in_order():
-    """A metric by its name, with the value of its last batch; texts as the rank that runs the step shows them."""
+    """Metrics are sent by name with their last batch's value, and printed values as the text on the last rank."""
 
     def step(model):
         model.log("loss", torch.tensor(2.0), prog_bar=True)
@@ -133,7 +133,7 @@ def test_calls_of_log_and_print_are_made_on_all_ranks_in_order():
 
 
 def test_log_and_loggers_are_back_after_an_error():
-    """Those of the module and the Trainer."""
+    """After an error, the module's log and print and the Trainer's loggers are restored."""
     model = Model(None)
     loggers = model.trainer.loggers
     with pytest.raises(ZeroDivisionError), effects_of(model).recorded("training_step"):
@@ -143,7 +143,7 @@ def test_log_and_loggers_are_back_after_an_error():
 
 
 def test_within_a_step_nothing_is_logged():
-    """On any rank: what the last one logs is logged after the step, on all of them."""
+    """No rank logs within a step: the last rank's calls are made on all ranks after it."""
     model = Model(None)
     with effects_of(model, is_last=False).recorded("training_step"):
         model.log("x", 1.0)
@@ -151,20 +151,20 @@ def test_within_a_step_nothing_is_logged():
 
 
 def test_a_logger_of_a_step_is_an_error():
-    """It would write nothing: the message names self.log, and the option with which it works."""
+    """Using a logger in a step, which would write nothing, is an error that points to self.log and outputs: all."""
     with pytest.raises(StrategyError, match=r"training_step uses self.logger.log_image.*self.log.*outputs: all"):
         run(lambda model: model.trainer.loggers[0].log_image("x"))
 
 
 def test_of_what_a_step_returns_numbers_arrive():
-    """A validation may return anything or nothing; the rest may be as large as the outputs."""
+    """Only numbers are sent from what a step returns, as the rest may be as large as the outputs."""
     returned = [None, 3, torch.ones(1), {"loss": torch.ones(()), "logits": torch.ones(2)}, torch.ones(2), object()]
     results = [run(lambda model, value=value: value)[2] for value in returned]
     assert results == [None, 3, torch.ones(1), {"loss": torch.ones(())}, None, None]
 
 
 def test_within_a_step_metrics_compute_on_their_rank():
-    """The other ranks have left the step, and do not wait for a value."""
+    """Metrics compute locally within a step, because the other ranks have already left it."""
     sent = []
     model = Model(None)
     with effects_of(model, True, sent).recorded("validation_step"):
@@ -175,7 +175,7 @@ def test_within_a_step_metrics_compute_on_their_rank():
 
 @pytest.mark.parametrize("unsent", [{"value": lambda: 1.0}, {"value": 1.0, "reduce_fx": lambda values: values}])
 def test_what_cannot_be_sent_is_an_error_of_the_step(unsent):
-    """It is raised on all ranks, as any other."""
+    """A logged value that cannot be pickled raises an error within the step."""
     model = Model(None)
     with (
         effects_of(model).recorded("training_step"),
@@ -185,7 +185,7 @@ def test_what_cannot_be_sent_is_an_error_of_the_step(unsent):
 
 
 def test_a_metric_that_the_module_does_not_have_is_logged_as_it_is():
-    """Lightning's error says what is wrong."""
+    """A metric of another module is logged unchanged, so that Lightning raises its usual error."""
     other = MeanMetric()
     first, _, _ = run(lambda model: model.log("x", other))
     assert first.trainer.calls == [(("x", other), {})]

@@ -9,7 +9,7 @@ from lightning_sm.training.strategies.pipeline import exchange
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The collective calls, which do nothing: names and groups."""
+    """Stubs of the collective calls, and the names and groups of the calls made."""
     made = []
 
     def fake(name):
@@ -27,12 +27,12 @@ def calls(monkeypatch):
 
 
 def replica():
-    """That of rank 4, the first of two."""
+    """The replica of rank 4, which is the first of two ranks."""
     return exchange.Replica("tensors", "objects", [4, 5], torch.device("cpu"))
 
 
 def test_structures_are_sent_over_the_group_on_cpus_and_tensors_over_their_own(calls):
-    """NCCL would copy each structure to the device and back."""
+    """Structures are sent over the CPU group, as NCCL would copy each one to the device and back."""
     batch = {"x": torch.ones(2), "name": "a", "more": [torch.ones(1), 7]}
     received = replica().broadcast(batch, 0)
     assert (received["x"].tolist(), received["name"], received["more"][1]) == ([1, 1], "a", 7)
@@ -43,7 +43,7 @@ def test_structures_are_sent_over_the_group_on_cpus_and_tensors_over_their_own(c
 
 
 def test_an_error_of_a_block_is_raised_on_all_ranks_once(calls):
-    """A block around it raises it without asking again."""
+    """Nested blocks exchange an error only once."""
     ranks = replica()
     with pytest.raises(StrategyError, match="mine"), ranks.together(), ranks.together():
         raise StrategyError("mine")
@@ -51,7 +51,7 @@ def test_an_error_of_a_block_is_raised_on_all_ranks_once(calls):
 
 
 def test_an_error_in_the_middle_of_a_schedule_is_raised_at_once(calls):
-    """The other ranks wait for this one's tensors, not for its error: asking them would hide it until the timeout."""
+    """An error during a schedule is raised without asking other ranks, which wait for tensors until the timeout."""
     ranks = replica()
     with pytest.raises(MemoryError, match="mine"), ranks.together(), ranks.alone():
         raise RuntimeError("[Stage 0] failed to run forward") from MemoryError("mine")
@@ -61,7 +61,7 @@ def test_an_error_in_the_middle_of_a_schedule_is_raised_at_once(calls):
 
 
 def test_whether_a_rank_has_an_error_is_asked_on_cpus(calls):
-    """The question comes in each step, and need not wait for the device."""
+    """Ranks exchange errors over the CPU group in each step, without waiting for the device."""
     replica().raise_together(None)
     assert calls == [("all_reduce", "objects")]
     calls.clear()

@@ -1,4 +1,4 @@
-"""Gradients of a step until Lightning asks for them, and their average over replicas."""
+"""Gradients kept until Lightning's backward, and averaged over replicas."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from lightning_sm.training.strategies.pipeline import gradients
 
 
 def test_gradients_are_delivered_by_backward_and_scaled_like_the_loss():
-    """Those that had accumulated stay until then, and zero_grad between the two deletes none."""
+    """Accumulated gradients are unchanged until backward, which adds the step's gradients, scaled like the loss."""
     layer = nn.Linear(2, 1, bias=False)
     layer.weight.grad = torch.full((1, 2), 10.0)
     seen = []
@@ -23,7 +23,7 @@ def test_gradients_are_delivered_by_backward_and_scaled_like_the_loss():
 
 
 def test_gradients_are_averaged_over_replicas(monkeypatch):
-    """Of each dtype; a parameter without one counts as 0, and is sent, as others may have one."""
+    """Gradients are averaged per dtype; a missing one counts as 0 and is still sent, as other ranks may have it."""
     waited = []
 
     class Sent:
@@ -31,7 +31,7 @@ def test_gradients_are_averaged_over_replicas(monkeypatch):
             self.tensor = tensor
 
         def wait(self):
-            self.tensor.mul_(3)  # all replicas have the same
+            self.tensor.mul_(3)  # all replicas have equal gradients
             waited.append(self.tensor.dtype)
 
     def all_reduce(tensor, group, async_op):

@@ -1,4 +1,4 @@
-"""The network of a LightningModule as layers, and which networks are refused."""
+"""How a LightningModule's network is divided into layers, and which networks are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_sm.training.strategies.pipeline.layers import (
 
 
 class Residual(nn.Module):
-    """A network that is no nn.Sequential, and lists its layers."""
+    """A network that is not an nn.Sequential and lists its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Residual(nn.Module):
         self.head = nn.Linear(4, 2)
 
     def pipeline_layers(self) -> list[nn.Module]:
-        """The layers in the order in which they run."""
+        """The layers in execution order."""
         return [self.stem, self.body["first"], self.body["second"], nn.Flatten(), self.head]
 
 
@@ -50,7 +50,7 @@ def three_layers() -> nn.Sequential:
     [(three_layers(), ["0", "1", "2"]), (Residual(), ["stem", "body.first", "body.second", "Flatten", "head"])],
 )
 def test_the_network_is_found(network, names):
-    """The only child that can be cut is the network, with or without its name."""
+    """The only child that can be cut is the network, whether or not it is named."""
     module = module_of(loss=nn.CrossEntropyLoss(), network=network)
     for name in (None, "network"):
         found = Network(module, name)
@@ -58,7 +58,7 @@ def test_the_network_is_found(network, names):
 
 
 def test_stages_compute_what_the_network_does_and_keep_its_names():
-    """The stages, one after the other, give the network's output; without the others' layers, names stay."""
+    """Stages run in sequence give the network's output, and names stay the same after other stages are removed."""
     network = Residual()
     module = module_of(network=network)
     names = list(module.state_dict())
@@ -75,7 +75,7 @@ def test_stages_compute_what_the_network_does_and_keep_its_names():
 
 
 def test_a_layer_that_works_in_place_can_begin_a_stage():
-    """An input that needs a gradient may not be changed in place: stages work on copies."""
+    """A stage works on copies of its inputs, as inputs that need gradients cannot be changed in place."""
     module = module_of(network=three_layers())
     stage = Network(module, None).stage(range(1, 3))
     x = torch.randn(3, 8, requires_grad=True)
@@ -86,7 +86,7 @@ def test_a_layer_that_works_in_place_can_begin_a_stage():
 
 
 def test_what_stages_exchange_is_contiguous():
-    """Activations and gradients, whatever the layers make of them: process groups send no other tensors."""
+    """Stages exchange contiguous activations and gradients, as process groups require, whatever the layers return."""
 
     class Halves(nn.Module):
         def forward(self, x):
@@ -94,7 +94,7 @@ def test_what_stages_exchange_is_contiguous():
 
     class Join(nn.Module):
         def forward(self, halves):
-            return torch.cat(halves, 1)  # the gradients of its inputs are narrow views
+            return torch.cat(halves, 1)  # makes its inputs' gradients narrow views
 
     module = module_of(network=nn.Sequential(nn.Linear(4, 4), Halves(), Join(), nn.Linear(4, 1)))
     cut = Network(module, None)
@@ -107,7 +107,7 @@ def test_what_stages_exchange_is_contiguous():
 
 
 def test_layers_exchange_tuples():
-    """A tuple between layers is one argument, as in an nn.Sequential, also where stages meet."""
+    """A tuple between layers is one argument, as in an nn.Sequential, even at a stage boundary."""
 
     class Split(nn.Module):
         def forward(self, x):
@@ -129,7 +129,7 @@ def test_layers_exchange_tuples():
 
 @pytest.mark.parametrize("value", [{"x": torch.zeros(1)}, None, 1.0, [torch.zeros(1)], (torch.zeros(1),), ()])
 def test_other_values_between_stages_are_refused(value):
-    """The error names the layer, what it returned, and what stages can exchange."""
+    """The error names the layer, what it returned and what stages can exchange."""
 
     class Odd(nn.Module):
         def forward(self, x):
@@ -150,20 +150,20 @@ def test_other_values_between_stages_are_refused(value):
     ],
 )
 def test_a_network_that_cannot_be_found_is_refused(children, name, message):
-    """The error names the children there are, and how to make one of them a network."""
+    """The error lists the module's children and how to make one of them a network."""
     with pytest.raises(StrategyError, match=message):
         Network(module_of(**children), name)
 
 
 def test_parameters_outside_of_the_network_are_refused():
-    """No stage would train them: the error names them."""
+    """Parameters outside the network are an error that names them, because no stage would train them."""
     module = module_of(network=three_layers(), head=nn.Linear(2, 2))
     with pytest.raises(StrategyError, match=r"head\.weight, head\.bias .* belong to no layer of network"):
         Network(module, "network")
 
 
 def test_a_parameter_of_the_network_outside_of_its_layers_is_refused():
-    """So are those which pipeline_layers() leaves out."""
+    """A parameter that pipeline_layers() does not cover is refused."""
     network = Residual()
     network.scale = nn.Parameter(torch.ones(1))
     with pytest.raises(StrategyError, match=r"network\.scale .* belong to no layer"):
@@ -171,7 +171,7 @@ def test_a_parameter_of_the_network_outside_of_its_layers_is_refused():
 
 
 def test_a_layer_that_occurs_twice_is_refused():
-    """Only one stage could have it; layers without parameters may occur several times."""
+    """A layer with parameters can occur only once, as only one stage can hold it; others can occur repeatedly."""
     twice, relu = nn.Linear(4, 4), nn.ReLU()
     with pytest.raises(StrategyError, match=r"network contains the same layer twice.*they may share parameters"):
         Network(module_of(network=nn.Sequential(twice, relu, twice, relu)), None)
@@ -179,7 +179,7 @@ def test_a_layer_that_occurs_twice_is_refused():
 
 
 def test_layers_on_the_meta_device_are_made():
-    """Inner modules first, as outer ones may change what these have set; a module that cannot is named."""
+    """Inner modules are initialised before outer ones, which may overwrite them; an error names one that cannot be."""
     with torch.device("meta"):
         layers = [nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.BatchNorm1d(4)]
     materialize(layers, torch.device("cpu"))
@@ -197,7 +197,7 @@ def test_layers_on_the_meta_device_are_made():
 
 
 def test_a_layer_of_another_rank_says_so():
-    """What reads its weights gets an AttributeError, which ``hasattr`` and copies know."""
+    """Reading a weight from a placeholder raises AttributeError, as ``hasattr`` and copies expect."""
     placeholder = RemoteLayerPlaceholder()
     with pytest.raises(AttributeError, match=r"Another rank has.*'weight'.*lightning_module_state_dict.*strategy=ddp"):
         _ = placeholder.weight
@@ -209,7 +209,7 @@ def test_a_layer_of_another_rank_says_so():
 
 
 def test_a_network_that_was_cut_before_is_refused():
-    """Another Trainer would cut what is left of it: the error says what to use."""
+    """A network that another Trainer has cut is refused: a new one would cut the rest."""
     module = module_of(network=three_layers())
     Network(module, None).remove(range(1))
     with pytest.raises(StrategyError, match="was cut by the strategy of another Trainer"):

@@ -1,4 +1,4 @@
-"""The loss of a step from those of its microbatches, and the check of their weights."""
+"""A step's loss from the losses of its microbatches, and the check of their weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IGNORED = -100
 
 
 class Model(LightningModule):
-    """A LightningModule whose loss is given."""
+    """A LightningModule with the given loss."""
 
     def __init__(self, loss: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -36,33 +36,33 @@ class Model(LightningModule):
 
 
 class Weighted(Model):
-    """The same, with weights."""
+    """The same model with weights."""
 
     def pipeline_weight(self, batch: tuple[Tensor, Tensor]) -> Any:
-        """Labels that are not padding."""
+        """The number of labels that are not padding."""
         return (batch[1] != IGNORED).sum()
 
 
 def mean(output: Tensor, labels: Tensor) -> Tensor:
-    """The mean over the rows."""
+    """The mean over all tokens except padding."""
     return functional.cross_entropy(output.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
 
 
 def labels_of(lengths: list[int]) -> Tensor:
-    """Labels of rows that have so many tokens."""
+    """Labels for rows with these numbers of tokens."""
     labels = torch.randint(0, CLASSES, (len(lengths), TOKENS))
     labels[torch.arange(TOKENS) >= torch.tensor(lengths)[:, None]] = IGNORED
     return labels
 
 
 def steps_of(model: Model) -> UserSteps:
-    """The steps of a model, whose other ranks play no part."""
+    """The steps of a model without other ranks."""
     others: Any = None
     return UserSteps(model, Network(model, "network"), others, lambda *_: None, others, are_everywhere=True)
 
 
 def run(model: Model, output: Any, labels: Tensor, kind: str = "mean", microbatches: int = 4, step: int = 0) -> Any:
-    """Run the losses of a step's microbatches as a schedule does; returns what kept them."""
+    """Run the losses of a step's microbatches as a schedule does, and return the StepLoss."""
     steps = steps_of(model)
     loss = StepLoss(model, steps, kind)  # type: ignore[arg-type]
     rows = len(labels)
@@ -78,7 +78,7 @@ def run(model: Model, output: Any, labels: Tensor, kind: str = "mean", microbatc
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
 @pytest.mark.parametrize("lengths", [[3, 1, 2, 3, 0, 0, 1, 2], [1, 0, 0, 0, 0, 0, 0, 0], [3] * 8])
 def test_weighted_losses_have_the_gradients_of_the_batch(microbatches: int, lengths: list[int]):
-    """Whatever the number of tokens in a microbatch, even none, and the check agrees."""
+    """Weighted losses give the batch's gradients for any number of tokens per microbatch, including 0."""
     output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
     labels = labels_of(lengths)
     loss = run(Weighted(mean), output, labels, microbatches=microbatches)
@@ -88,7 +88,7 @@ def test_weighted_losses_have_the_gradients_of_the_batch(microbatches: int, leng
 
 
 def test_a_mean_that_is_no_number_has_no_gradients_where_its_weight_is_0():
-    """Losses of the user's own formula divide by 0 there: their gradients would be no numbers."""
+    """Microbatches of weight 0 give no gradients, even if a user's formula divides by 0 and returns NaN."""
 
     def masked(output: Tensor, labels: Tensor) -> Tensor:
         mask = (labels != IGNORED).float()
@@ -103,7 +103,7 @@ def test_a_mean_that_is_no_number_has_no_gradients_where_its_weight_is_0():
 
 
 def rewarded(output: Tensor, labels: Tensor) -> Tensor:
-    """A loss of values on both sides of 0."""
+    """A loss with values on both sides of 0."""
     return (output[..., 0] * (labels.float() - 2)).mean()
 
 
@@ -111,7 +111,7 @@ def rewarded(output: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [mean, rewarded])
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 30.0])
 def test_the_check_agrees_with_a_mean_over_rows(loss, dtype, scale):
-    """In any precision, also where losses cancel out, or where the model is so sure that gradients are rounding."""
+    """The check passes in any precision, even if losses cancel out or confident models' gradients are mere rounding."""
     torch.manual_seed(0)
     output = (torch.randn(ROWS, TOKENS, CLASSES) * scale).to(dtype).requires_grad_()
     labels = output.detach().argmax(-1) if scale > 1 else torch.randint(0, CLASSES, (ROWS, TOKENS))
@@ -121,7 +121,7 @@ def test_the_check_agrees_with_a_mean_over_rows(loss, dtype, scale):
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])
 def test_padding_that_is_not_declared_is_found(scale: float):
-    """Even in a model whose losses are equal for all tokens, as at its start: gradients differ."""
+    """The check finds padding even if all tokens have the same loss, as in a new model: gradients differ."""
     output = (torch.randn(ROWS, TOKENS, CLASSES) * scale).requires_grad_()
     message = run(Model(mean), output, labels_of([3, 3, 1, 1, 3, 3, 3, 3])).check(1.0)
     assert "weighted by rows. For rows 0 to 3 of a batch" in message
@@ -129,7 +129,7 @@ def test_padding_that_is_not_declared_is_found(scale: float):
 
 
 def test_weights_that_are_wrong_are_found():
-    """The check names the method."""
+    """The check finds wrong weights and names the method."""
     output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
     model = Weighted(lambda output, labels: output.square().mean())
     message = run(model, output, labels_of([3, 3, 1, 1, 3, 3, 3, 3])).check(1.0)
@@ -137,7 +137,7 @@ def test_weights_that_are_wrong_are_found():
 
 
 def test_a_sum_is_compared_with_the_sum():
-    """With loss: sum, for which the message asks, too, the check agrees."""
+    """The check asks for loss: sum if losses add up, and passes with it."""
     output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
     labels = labels_of([3] * ROWS)
     model = Model(lambda output, labels: mean(output, labels) * len(labels))
@@ -146,7 +146,7 @@ def test_a_sum_is_compared_with_the_sum():
 
 
 def test_padding_beyond_the_first_pair_is_found():
-    """Each step compares the next two microbatches."""
+    """Each step compares another pair of microbatches, so padding in any of them is found."""
     output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
     labels = labels_of([3, 3, 3, 3, 3, 3, 1, 1])
     found = [run(Model(mean), output, labels, step=step).check(1.0) is not None for step in range(6)]
@@ -154,7 +154,7 @@ def test_padding_beyond_the_first_pair_is_found():
 
 
 def test_later_checks_compare_all_pairs_in_turn():
-    """Also if 100 is a multiple of their number."""
+    """Later checks, every 100 steps, go through all pairs even if 100 is a multiple of their number."""
     output = torch.randn(10, TOKENS, CLASSES, requires_grad=True)
     labels = labels_of([*[3] * 8, 1, 1])
     found = [run(Model(mean), output, labels, microbatches=5, step=step).check(1.0) for step in (100, 200, 300, 400)]
@@ -162,7 +162,7 @@ def test_later_checks_compare_all_pairs_in_turn():
 
 
 def test_outputs_of_several_tensors_are_compared():
-    """Also those without gradients, such as masks, which the loss may use."""
+    """Outputs of several tensors are compared, including ones without gradients, such as masks used by the loss."""
 
     def masked(output: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
         return (output[0].square().mean(-1) * output[1]).sum() / output[1].sum()
@@ -174,7 +174,7 @@ def test_outputs_of_several_tensors_are_compared():
 
 
 def test_a_loss_with_random_numbers_is_not_compared(caplog: pytest.LogCaptureFixture):
-    """It differs from itself: a warning says so, and the user's random numbers stay the same."""
+    """A loss that draws random numbers is skipped with a warning, and the user's random state is unchanged."""
     output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
     model = Model(lambda output, labels: (output * torch.rand(output.shape)).sum())
     loss = run(model, output, labels_of([3] * ROWS))
@@ -186,13 +186,13 @@ def test_a_loss_with_random_numbers_is_not_compared(caplog: pytest.LogCaptureFix
 
 
 def test_a_diverged_model_is_not_the_checks_concern():
-    """A loss that is no number is the user's to see, as in one process."""
+    """The check ignores a NaN loss, which the user sees as in one process."""
     output = torch.full((ROWS, TOKENS, CLASSES), math.nan, requires_grad=True)
     assert run(Model(mean), output, labels_of([3] * ROWS)).check(math.nan) is None
 
 
 def test_a_microbatch_whose_loss_alone_is_no_number_is_found():
-    """Its gradients would be no numbers, in any step: the check compares the whole batch, too."""
+    """The check also compares the whole batch, so it finds a single microbatch with a NaN loss in any step."""
     output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
     loss = run(Model(mean), output, labels_of([3, 3, 3, 3, 3, 3, 0, 0]))
     assert "rows 0 to 7 of a batch it is 1.5, but nan from 4 microbatches of these rows" in loss.check(1.5)
@@ -201,7 +201,7 @@ def test_a_microbatch_whose_loss_alone_is_no_number_is_found():
 
 @pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
 def test_a_weight_that_is_no_weight_is_refused(weight: float):
-    """Before the schedule runs: the error names the values."""
+    """Invalid weights are refused before the schedule runs, and the error shows the values."""
 
     class Odd(Model):
         def pipeline_weight(self, batch: Any) -> Any:
@@ -213,7 +213,7 @@ def test_a_weight_that_is_no_weight_is_refused(weight: float):
 
 
 def test_an_error_of_the_users_loss_is_kept_until_the_end():
-    """The schedule would otherwise stop in the middle, and the other ranks wait."""
+    """An error in the user's loss is kept until the schedule ends, as other ranks would wait if it stopped halfway."""
 
     def broken(output: Tensor, labels: Tensor) -> Tensor:
         if len(labels) < ROWS:
@@ -226,20 +226,20 @@ def test_an_error_of_the_users_loss_is_kept_until_the_end():
 
 
 def test_weights_of_a_sum_are_refused():
-    """Two ways of combining losses contradict each other."""
+    """loss: sum and pipeline_weight contradict each other and are refused together."""
     with pytest.raises(StrategyError, match=r"loss=sum.*Weighted has a method pipeline_weight.*Remove one"):
         StepLoss(Weighted(mean), None, "sum")  # type: ignore[arg-type]
 
 
 def test_the_first_steps_and_one_in_a_hundred_are_checked():
-    """Padding may begin late."""
+    """The check runs in the first ten steps and every 100 steps, as padding may first occur late."""
     assert [step for step in range(301) if is_checked(step)] == [*range(10), 100, 200, 300]
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("name", ["network", "again"])
 def test_a_loss_that_uses_weights_itself_is_found(name: str, microbatches: int):
-    """Each rank has only its own: the error names them. So it does if another module has the layer, too."""
+    """A loss that uses parameters is an error that names them: a rank has only its stage's. Aliases are found, too."""
 
     def decayed(output: Tensor, labels: Tensor) -> Tensor:
         return mean(output, labels) + getattr(model, name)[0].weight.norm()
@@ -252,7 +252,7 @@ def test_a_loss_that_uses_weights_itself_is_found(name: str, microbatches: int):
 
 
 def test_a_loss_without_gradients_is_refused():
-    """As in one process, by torch."""
+    """A loss without gradients raises torch's error, as in one process."""
     model = Model(lambda output, labels: output.detach().sum())
     loss = StepLoss(model, steps_of(model), "mean")
     loss.begin(((torch.zeros(ROWS, 4), torch.zeros(ROWS)), 0), ROWS, 4, step=0)

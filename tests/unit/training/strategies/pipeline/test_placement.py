@@ -18,14 +18,14 @@ from lightning_sm.training.strategies.pipeline.placement import num_stages, repl
     ],
 )
 def test_replicas_are_placed_as_by_smp(order, pipeline_size, replicas):
-    """For 8 ranks, cluster and spread give the groups of SageMaker's model parallel library v1."""
+    """For 8 ranks, cluster and spread give the same groups as SageMaker's model parallel library v1."""
     assert replicas_of(8, pipeline_size, order) == replicas
 
 
 @pytest.mark.parametrize("order", ["cluster", "spread"])
 @pytest.mark.parametrize(("pipeline_size", "data_size"), [(2, 1), (2, 3), (4, 2), (3, 3)])
 def test_every_rank_has_one_place(order, pipeline_size, data_size):
-    """Each replica has as many ranks as there are stages, and no rank is in two."""
+    """Each replica has one rank per stage, and each rank belongs to one replica."""
     world_size = pipeline_size * data_size
     replicas = replicas_of(world_size, pipeline_size, order)
     assert [len(ranks) for ranks in replicas] == [pipeline_size] * data_size
@@ -43,7 +43,7 @@ def test_every_rank_has_one_place(order, pipeline_size, data_size):
     ],
 )
 def test_sizes_that_are_not_stated_are_found(world_size, per_host, stated, size):
-    """A pipeline goes over a host's processes, and over all hosts with one process each, unless sizes are stated."""
+    """By default, a pipeline spans a host's processes, or all hosts if each has one process."""
     assert num_stages(world_size, per_host, *stated) == size
 
 
@@ -51,7 +51,7 @@ def test_sizes_that_are_not_stated_are_found(world_size, per_host, stated, size)
     "stated", [(3, "auto"), (2, 3), ("auto", 3), (0, "auto"), (16, "auto"), (1, "auto"), ("auto", 8)]
 )
 def test_sizes_that_do_not_make_up_the_world_are_refused(stated):
-    """The error names both stated sizes, the number of processes, what the pipeline size may be, and ddp."""
+    """The error shows both sizes, the number of processes and valid pipeline sizes, and suggests ddp."""
     with pytest.raises(StrategyError) as caught:
         num_stages(8, 4, *stated)
     message = str(caught.value)
@@ -63,6 +63,6 @@ def test_sizes_that_do_not_make_up_the_world_are_refused(stated):
 
 
 def test_one_process_is_no_pipeline():
-    """The error names ddp."""
+    """One process is too few for a pipeline, and the error suggests ddp."""
     with pytest.raises(StrategyError, match=r"at least 2 processes.*strategy=ddp"):
         num_stages(1, 1, "auto", "auto")

@@ -1,4 +1,4 @@
-"""The random numbers of hooks and of stages."""
+"""Random numbers in hooks and stages."""
 
 import random
 
@@ -23,12 +23,12 @@ def _random_state():
 
 
 def drawn():
-    """Draw from each default generator."""
+    """Draw a number from each default generator."""
     return [random.random(), float(np.random.rand()), *(float(torch.rand((), device=device)) for device in DEVICES)]
 
 
 def test_a_stage_leaves_the_default_generators_alone():
-    """But for its seed, whatever it draws, and if it fails."""
+    """A stage draws only its seed from the default generators, even if it fails."""
 
     def fail():
         with stage_stream(1):
@@ -46,7 +46,7 @@ def test_a_stage_leaves_the_default_generators_alone():
 
 
 def test_stages_draw_by_the_seed_of_the_run_and_their_position():
-    """So a run can be repeated from the default generator alone, and two ranks or runs draw other numbers."""
+    """The default generators and the position determine a stage's numbers: runs are repeatable, and stages differ."""
 
     def run(position):
         with stage_stream(position):
@@ -63,7 +63,7 @@ def test_stages_draw_by_the_seed_of_the_run_and_their_position():
 
 
 def test_a_rank_goes_on_with_the_numbers_of_another():
-    """From all generators."""
+    """A rank that takes another's state draws the same numbers from all generators."""
     drawn()
     sent = random_state()
     expected = drawn()

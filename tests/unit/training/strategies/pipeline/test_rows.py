@@ -1,4 +1,4 @@
-"""The rows of a batch, which are cut into microbatches."""
+"""How the rows of a batch are cut into microbatches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Y = torch.arange(4)
     ],
 )
 def test_rows_keep_the_structure(batch, expected):
-    """Tensors, and lists of one text for each row, are cut along dimension 0; everything else stays."""
+    """Tensors, and lists with one text per row, are cut along dimension 0; everything else is unchanged."""
     assert num_rows(batch) == 4
     taken = rows_of(batch, 4, slice(1, 3))
     assert type(taken) is type(expected)
@@ -52,7 +52,7 @@ def test_rows_keep_the_structure(batch, expected):
 
 
 def test_a_mapping_keeps_its_type():
-    """A defaultdict stays one, with its factory."""
+    """A defaultdict keeps its type and its factory."""
     taken = rows_of(defaultdict(list, x=X), 4, slice(0, 1))
     assert taken["missing"] == []
 
@@ -67,7 +67,7 @@ def test_a_mapping_keeps_its_type():
     ],
 )
 def test_a_batch_without_rows_is_refused(batch, found):
-    """Tensors of different lengths, or none: the error says what was found, and where other values belong."""
+    """A batch without tensors or with unequal ones is refused, and the error describes what was found."""
     with pytest.raises(StrategyError, match=found):
         num_rows(batch)
 
@@ -76,7 +76,7 @@ def test_a_batch_without_rows_is_refused(batch, found):
     ("rows", "wanted", "number"), [(16, 4, 4), (6, 4, 3), (7, 4, 1), (2, 4, 2), (1, 4, 1), (12, 8, 6)]
 )
 def test_microbatches_are_equal(rows, wanted, number):
-    """The largest number of equal parts, at most the wanted one."""
+    """A batch is cut into as many equal parts as possible, up to the requested number."""
     assert num_microbatches(rows, wanted) == number
 
 

@@ -1,4 +1,4 @@
-"""The schedules have the names that they have in torch, and layers that depend on microbatches are warned of."""
+"""Schedules are named as in torch, and layers that depend on microbatches cause a warning."""
 
 import logging
 from typing import get_args
@@ -17,15 +17,15 @@ from lightning_sm.training.strategies.pipeline.stage import Stage
 
 @pytest.mark.parametrize("name", get_args(ScheduleName))
 def test_torch_has_the_schedule(name):
-    """With one stage on each rank."""
+    """Torch has each schedule, with one stage per rank."""
     assert issubclass(get_schedule_class(name), PipelineScheduleSingle)
 
 
 class Loss:
-    """The sum of the outputs."""
+    """A loss that sums the outputs."""
 
     def try_out(self, output):
-        """Nothing is wrong."""
+        """Accept any output."""
 
     def __call__(self, output, index):
         return output.sum()
@@ -40,7 +40,7 @@ def replica():
 
 
 def _slowly_converging():
-    """A layer whose power iteration goes on after its construction; that of random weights may have ended."""
+    """A layer whose power iteration has not converged at construction, as it may have with random weights."""
     layer = nn.Linear(4, 4)
     nn.init.zeros_(layer.weight).diagonal().add_(torch.tensor([1.0, 0.99, 0.98, 0.97]))
     return layer
@@ -57,7 +57,7 @@ def _slowly_converging():
     ids=["BatchNorm", "spectral_norm", "one microbatch", "LayerNorm"],
 )
 def test_layers_that_change_buffers_are_warned_of(replica, caplog, make, microbatches, named):
-    """Once, in the first step: they change them for each microbatch."""
+    """Layers that change buffers in each microbatch cause one warning, in the first step."""
     stage = Stage([nn.Linear(4, 4), make()], ["first", "second"], is_first=True)
     runner = ScheduleRunner(stage, replica, torch.device("cpu"), "1f1b", Loss())
     with caplog.at_level(logging.WARNING, logger="lightning_sm"):

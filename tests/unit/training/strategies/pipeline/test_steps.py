@@ -1,4 +1,4 @@
-"""The user's training_step with another network in place."""
+"""The user's training_step with a replacement for the network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_sm.training.strategies.pipeline.steps import UserSteps
 
 
 class Model(LightningModule):
-    """A LightningModule whose step is given."""
+    """A LightningModule with the given step."""
 
     def __init__(self, step: Callable[[Model, Any], Any] | None = None) -> None:
         super().__init__()
@@ -36,11 +36,11 @@ class Model(LightningModule):
         self.trainer = SimpleNamespace(loggers=[])
 
     def log(self, name: str, *_: Any, **__: Any) -> None:
-        """Note what is logged."""
+        """Record what is logged."""
         self.logged.append(name)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        """The given step, else an ordinary one."""
+        """The given step, or by default an ordinary one."""
         if self.step is not None:
             return self.step(self, batch)
         x, y = batch
@@ -52,18 +52,18 @@ class Model(LightningModule):
 
 
 class Ranks:
-    """A replica in one process: what one rank raises is raised."""
+    """A replica in one process that raises one rank's errors."""
 
     def __init__(self, is_last: bool = True) -> None:
         self.is_last, self.last = is_last, 1
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise an error of the block."""
+        """Raise the block's error."""
         yield
 
     def broadcast(self, value: Any, position: int) -> Any:
-        """The effects of a step."""
+        """Return a step's effects."""
         if self.is_last:
             return value
         calls = [("log", ("of last", 0.0), {})]
@@ -71,7 +71,7 @@ class Ranks:
 
 
 def steps_of(model: Model, is_last: bool = True, are_everywhere: bool = False) -> UserSteps:
-    """The steps of a model; outside of them, its network returns "evaluated"."""
+    """The steps of a model whose network returns "evaluated" outside them."""
     everywhere = lambda *_: "evaluated"  # noqa: E731
     ranks: Any = Ranks(is_last)
     group: Any = "group"
@@ -93,7 +93,7 @@ BATCH = (torch.randn(6, 2, 2), torch.tensor([0, 1, 2, 0, 1, 2]))
 
 
 def test_a_rank_without_outputs_leaves_the_step_at_the_call():
-    """It has run its stage by then; what is logged is that of the last rank, and no metric is updated."""
+    """A rank without outputs leaves the step at the network call, logs what the last rank did and updates no metric."""
     model = Model()
     seen: list[Any] = []
     assert run(model, seen.append, is_last=False) == {"loss": torch.ones(())}
@@ -104,7 +104,7 @@ def test_a_rank_without_outputs_leaves_the_step_at_the_call():
 
 
 def test_the_loss_of_a_microbatch_has_a_graph_and_leaves_no_trace():
-    """The rest of the step gives the loss, whose gradient reaches the output; nothing is logged or counted."""
+    """The step gives a microbatch's loss, whose gradient reaches the output; nothing is logged or counted."""
     model = Model()
     output = torch.randn(6, 3, requires_grad=True)
     loss = steps_of(model).loss((BATCH, 0), output)
@@ -120,7 +120,7 @@ def test_the_loss_of_a_microbatch_has_a_graph_and_leaves_no_trace():
 
 @pytest.mark.parametrize("are_everywhere", [False, True])
 def test_the_step_logs_and_counts_the_whole_batch_once(are_everywhere: bool):
-    """It runs with the given output, without gradients, and with its log and metrics."""
+    """The step runs once with the given output, without gradients, and logs and updates metrics."""
     model = Model()
     output = functional.one_hot(BATCH[1], 3).float()
     result = run(model, lambda _: output, is_last=not are_everywhere, are_everywhere=are_everywhere)
@@ -131,7 +131,7 @@ def test_the_step_logs_and_counts_the_whole_batch_once(are_everywhere: bool):
 
 
 def test_what_a_step_keeps_is_that_of_the_whole_batch():
-    """Numbers, containers, new attributes and buffers change once; the containers and buffers stay the same objects."""
+    """A step changes numbers, containers, attributes and buffers once; containers and buffers are the same objects."""
 
     def step(model, batch):
         model.rows += len(batch[0])
@@ -158,7 +158,7 @@ def test_what_a_step_keeps_is_that_of_the_whole_batch():
     "draw", [lambda: torch.rand(1), lambda: np.random.beta(1, 1), random.random], ids=["torch", "numpy", "random"]
 )
 def test_random_numbers_before_the_network_are_refused(draw):
-    """Microbatches would draw others: the error names the hook that runs once."""
+    """Random numbers before the network are an error, as microbatches draw others; it names the hook that runs once."""
 
     def step(model, batch):
         return model.network(batch[0].flatten(1) * float(draw()))
@@ -177,7 +177,7 @@ def test_random_numbers_before_the_network_are_refused(draw):
     ],
 )
 def test_a_call_that_cannot_be_cut_is_refused(step, message):
-    """The first rank refuses a step that does not call the network with one row for each sample."""
+    """The first rank refuses a step unless it calls the network with one row per sample."""
     with pytest.raises(StrategyError, match=message):
         run(Model(step), lambda _: None)
 
@@ -195,13 +195,13 @@ def _twice(model, batch):
     ],
 )
 def test_a_loss_that_cannot_be_pipelined_is_refused(step, message):
-    """The last rank refuses a loss that is not that of one call of the network."""
+    """The last rank refuses a step unless it returns the loss of one network call."""
     with pytest.raises(StrategyError, match=message):
         steps_of(Model(step)).loss((BATCH, 0), torch.randn(6, 3, requires_grad=True))
 
 
 def test_the_network_is_back_after_an_error():
-    """An error in the user's step leaves log, metrics and the network as they were."""
+    """After an error in the user's step, log, metrics and the network are restored."""
 
     def step(model, batch):
         raise ZeroDivisionError

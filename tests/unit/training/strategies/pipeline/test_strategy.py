@@ -1,4 +1,4 @@
-"""What PipelineParallelStrategy refuses before anything is connected."""
+"""What PipelineParallelStrategy refuses before it connects to other ranks."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from lightning_sm.errors import StrategyError
     ],
 )
 def test_an_argument_that_is_not_valid_is_refused(arguments, message):
-    """The error names the value and what it may be."""
+    """The error shows the value and the valid ones."""
     with pytest.raises(StrategyError) as caught:
         PipelineParallelStrategy(**arguments)
     assert message in str(caught.value)
 
 
 def test_an_older_torch_is_refused(monkeypatch):
-    """Its first step would hang or end the process: the error names both versions."""
+    """An older torch, whose first step would hang or kill the process, is refused; the error shows both versions."""
     monkeypatch.setattr(torch, "__version__", "2.10.0+cu128")
     with pytest.raises(StrategyError, match=r"needs torch 2\.11 or newer, and this is 2\.10\.0"):
         PipelineParallelStrategy()
 
 
 def test_the_batches_of_data_hosts_stay_page_locked():
-    """The strategy's batch_to_device copies as Lightning does: it is no reason to copy without page-locked memory."""
+    """Batches stay page-locked: the strategy's batch_to_device copies as Lightning's does."""
 
     class Trainer:
         datamodule = RemoteDataModule(LightningDataModule(), ["127.0.0.1:1"])

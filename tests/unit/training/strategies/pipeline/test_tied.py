@@ -14,7 +14,7 @@ from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tie
 
 
 def tied_module() -> LightningModule:
-    """A module whose first and last of three layers share their weights."""
+    """A module with three layers whose first and last share their weights."""
     module = LightningModule()
     module.network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     module.network[2].weight = module.network[0].weight
@@ -22,7 +22,7 @@ def tied_module() -> LightningModule:
 
 
 def test_tied_parameters_are_found_by_all_their_names():
-    """In the module's order, with the stages that hold them; others are not tied."""
+    """Tied parameters are found with all names, in the module's order, and the stages that hold them."""
     module = tied_module()
     first, second, third = module.network
     (found,) = find_tied(module, [[first, second], [third]])
@@ -32,7 +32,7 @@ def test_tied_parameters_are_found_by_all_their_names():
 
 
 def test_layers_that_are_made_are_tied_again():
-    """To make them gives each name a parameter of its own."""
+    """Layers created from the meta device are tied again, because each one gets a separate parameter."""
     with torch.device("meta"):
         module = tied_module()
     tied = find_tied(module, [list(module.network)])
@@ -43,11 +43,11 @@ def test_layers_that_are_made_are_tied_again():
 
 
 class Rank:
-    """A rank of a replica of two in one process.
+    """A rank of a replica with two ranks in one process.
 
     Args:
-        position: The rank's.
-        sent: What is on its way to the other rank.
+        position: The rank's position.
+        sent: Values that were sent and not yet received.
     """
 
     def __init__(self, position: int, sent: deque[Any]) -> None:
@@ -55,23 +55,23 @@ class Rank:
         self.sent = sent
 
     def send(self, value: Any, position: int) -> None:
-        """Send it to the other rank."""
+        """Send a value to the other rank."""
         assert position == 1 - self.position
         self.sent.append(value)
 
     def receive(self, position: int) -> Any:
-        """Return what the other rank has sent."""
+        """Return the next value from the other rank."""
         assert position == 1 - self.position
         return self.sent.popleft()
 
 
 def gradient(value: float) -> Tensor:
-    """That of a layer."""
+    """The gradient of a layer."""
     return torch.full((4, 4), value)
 
 
 def test_the_first_stage_owns_a_tied_parameter():
-    """Its optimizer alone has it, and gets the sum of the gradients; the other stage gets the values."""
+    """Only the first stage's optimizer has a tied parameter, with the summed gradients; the other gets its values."""
     sent: deque[Any] = deque()
     modules = [tied_module(), tied_module()]
     parameters = [module.network[0].weight for module in modules]

@@ -1,4 +1,4 @@
-"""Batches, whose class is made at run time: of this class and of the class of their graphs."""
+"""Batches, whose class is created at run time from this class and the class of their graphs."""
 
 import inspect
 

@@ -4,7 +4,7 @@ from torch_geometric.data.storage import GlobalStorage
 
 
 class TensorAttr:
-    """Where a feature is: its class is an attribute of each graph."""
+    """The location of a feature. Each graph has this class as an attribute."""
 
 
 class FeatureStore(ABC):

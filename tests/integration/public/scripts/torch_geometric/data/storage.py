@@ -1,4 +1,4 @@
-"""Stores: mappings that refer to their graph weakly, with private attributes of their own."""
+"""Stores: mappings with a weak reference to their graph, and private attributes."""
 
 import weakref
 from collections.abc import MutableMapping

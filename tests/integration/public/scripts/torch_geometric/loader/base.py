@@ -1,5 +1,5 @@
 class DataLoaderIterator:
-    """Applies a function to batches in the process that iterates."""
+    """Applies a function to batches in the iterating process."""
 
     def __init__(self, iterator, transform_fn):
         self.iterator, self.transform_fn = iterator, transform_fn

@@ -14,7 +14,7 @@ class SamplerOutput:
 
 
 class NodeLoader(torch.utils.data.DataLoader):
-    """Samples the neighborhood of seed nodes in workers, and fetches features there or in the main process."""
+    """Samples the neighborhoods of seed nodes in workers, and fetches features there or in the main process."""
 
     def __init__(self, data, node_sampler, input_nodes, transform=None, filter_per_worker=None, **options):
         self.data = data
