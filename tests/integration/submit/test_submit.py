@@ -231,7 +231,7 @@ def test_a_dry_run_outlives_credentials_that_are_not_accepted(submit, service):
 
 
 def test_without_another_region_a_job_has_that_of_its_image(submit, service):
-    """Without a configured region, a job runs in its image's region, the only one that SageMaker allows."""
+    """Without a configured region, a job runs in its image's region; without one there, its image is the problem."""
     environment = {name: value for name, value in service.environment.items() if name != "AWS_DEFAULT_REGION"}
     for mode in ("--dry-run", "--no-wait"):
         ended = submit(JOB, mode, "--yes", environment=environment)
@@ -239,7 +239,7 @@ def test_without_another_region_a_job_has_that_of_its_image(submit, service):
     assert len(service.requests) == 1
     ended = submit({**JOB, "image": "here:1"}, "--dry-run", environment=environment)
     assert ended.returncode == 2
-    assert "No AWS region" in ended.stderr
+    assert "job.yaml:1: image is 'here:1'; SageMaker needs an image in Amazon ECR" in ended.stderr
 
 
 def test_the_cloud_gets_what_the_dry_run_shows(submit, service):

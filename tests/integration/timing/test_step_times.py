@@ -18,7 +18,7 @@ from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import Figures
 from lightning_sm.timing.step_times import StepTimes, _num_samples
 
-LONG_S = 0.02
+LONG_S = 0.05
 
 
 def work():
