@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from lightning_sm._text import closest
 
-# Completion functions of each shell, in the form that shtab accepts, by metavar.
+# Completion functions for each shell, keyed by metavar, in the form that shtab accepts.
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files"}
 _FOLDERS = {"bash": "_shtab_compgen_dirs", "zsh": "_files -/"}
 _COMPLETED = {"FILE": _FILES, "PATH": _FILES, "DIR": _FOLDERS, "JOB.yaml": _FILES}

@@ -19,7 +19,7 @@ from pathlib import Path
 from lightning_sm.errors import NeedsLinuxError
 
 _IS_LINUX = sys.platform == "linux"
-# Whether ``adopt_orphans`` has an effect. Elsewhere, process 1 adopts processes whose parent died.
+# Whether ``adopt_orphans`` has an effect. On other systems, process 1 adopts orphaned processes.
 ADOPTS_ORPHANS = _IS_LINUX
 # Whether containers run on the kernel of this machine. Elsewhere, Docker runs them in a virtual machine.
 CONTAINERS_SHARE_KERNEL = _IS_LINUX
@@ -193,7 +193,7 @@ def wait_until_asleep(threads: str, timeout_s: float) -> bool:
         if time.monotonic() >= deadline:
             return False
         before = runs
-        time.sleep(_LOOK_S)  # poll, since the kernel does not notify
+        time.sleep(_LOOK_S)  # poll, since the kernel sends no notification
     return True
 
 

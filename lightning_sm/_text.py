@@ -97,5 +97,5 @@ def plain(text: str) -> str:
 
 
 def for_terminal(text: str, stream: TextIO) -> str:
-    """Return another program's output in a form that is safe for a stream: ``plain`` if it is a terminal."""
+    """Return another program's output for a stream: made ``plain`` if the stream is a terminal, else unchanged."""
     return plain(text) if stream.isatty() else text

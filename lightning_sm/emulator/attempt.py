@@ -317,7 +317,7 @@ class Attempt:
         self._changed.clear()
 
     def _stop(self) -> None:
-        """Send SIGTERM, and wait some seconds or until a second signal; ``run`` kills the remaining processes."""
+        """Send SIGTERM, then wait a few seconds or until a second signal; ``run`` kills the remaining processes."""
         running = self._running()
         for host in running:
             host.terminate()

@@ -290,6 +290,6 @@ def _option(key: str, value: str) -> str:
     check_name(key)
     option = f"--{key}={value}"
     if "\0" in option or re.search("[\ud800-\udfff]", option):
-        msg = f"Hyperparameter {key!r} is {shown(key, value)!r}: NUL and lone surrogates cannot be in an argument."
+        msg = f"Hyperparameter {key!r} is {shown(key, value)!r}: an argument cannot contain NUL or lone surrogates."
         raise HyperparameterError(msg)
     return option

@@ -1,6 +1,6 @@
 """The program that started this process, and the ranks that it assigned.
 
-Pure rules over environment variables. Variables such as ``NODE_RANK`` or ``MASTER_ADDR`` linger in base images, shells
+Pure logic over environment variables. Variables such as ``NODE_RANK`` or ``MASTER_ADDR`` linger in base images, shells
 and other launchers, so they are ignored without proof of the launcher that sets them (Lightning issues 5651 and 13639:
 stray values make every host "node 0", or hang the job).
 """

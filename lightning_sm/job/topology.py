@@ -1,6 +1,6 @@
 """The layout of a job: roles, ranks, main host and ports, computed identically on every host.
 
-Pure rules over the facts of a job. The service assigns hosts to groups at random and does not sort the hosts of a
+Pure logic over the facts of a job. The service assigns hosts to groups at random and does not sort the hosts of a
 group, so every number here comes from one list: the sorted hosts of all training groups.
 """
 

@@ -1,4 +1,4 @@
-"""A parser of exceptions as Python prints them, on stderr and in messages passed between processes. Pure rules."""
+"""A parser of exceptions as Python prints them, on stderr and in messages passed between processes. Pure logic."""
 
 from __future__ import annotations
 

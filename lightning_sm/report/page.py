@@ -79,7 +79,7 @@ def _known(text: Callable[[Any], str], value: Any) -> str:
 
 
 def _numbers(run: Figures, prices: Prices) -> Iterator[tuple[str, str]]:
-    """Yield name and value of the figures in the boxes below the verdict, most informative first."""
+    """Yield the name and value of each figure in the boxes below the verdict, most informative first."""
     yield "duration", duration(run.seconds)
     amount = verdict.price(run, prices)
     if amount is not None:

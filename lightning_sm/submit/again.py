@@ -53,7 +53,7 @@ def again(
     job = read_job(None, [*original, *_changes(settings)])
     if job.checkpoints is not None and job.checkpoints == keys["checkpoints"]:
         _LOG.warning(
-            "warning: the new job resumes from the checkpoints of %s, in %s. To start over: --set checkpoints=s3://...",
+            "warning: the new job resumes from the checkpoints of %s, in %s. To start over, pass --set checkpoints=s3://...",
             name,
             job.checkpoints,
         )

@@ -223,7 +223,7 @@ class SageMakerCLI(LightningCLI):
         if not arguments or is_toolkit_rendering(arguments, job):
             arguments = job_arguments(job, Path.cwd())
         subcommands = getattr(self, "_subcommand_parsers", {})
-        # Most jobs cannot name a subcommand, because hyperparameters cannot be positional: run fit.
+        # Default to fit: most jobs cannot name a subcommand, because hyperparameters cannot be positional.
         if subcommands and not {*subcommands, "-h", "--help"} & set(arguments):
             arguments = ["fit", *arguments]
         return arguments

@@ -184,14 +184,14 @@ class PreparedProcess:
     def _export_ranks(self, environment: SageMakerEnvironment, world_size: int) -> None:
         """Set torchrun's rank variables, for code that does not query the process group.
 
-        Lightning sets neither RANK nor LOCAL_WORLD_SIZE. It sets LOCAL_RANK itself; if it were set before, Lightning
-        would conclude that the local ranks are already running.
+        Lightning sets neither RANK nor LOCAL_WORLD_SIZE. It does set LOCAL_RANK, which is left to it: Lightning would
+        otherwise conclude that the local ranks are already running.
 
         Source:
-            Libraries that read the variables, even in DataLoader workers, which have no process group: WebDataset 1.0
-            (utils.pytorch_worker_info) reads RANK and WORLD_SIZE, MosaicML Streaming 0.13 (base/distributed.py) also
-            LOCAL_WORLD_SIZE, and LitData 0.2 (utilities/env.py) WORLD_SIZE. s3torchconnector 1.5 queries
-            torch.distributed.
+            Some libraries read the variables, even in DataLoader workers, which have no process group: WebDataset 1.0
+            (utils.pytorch_worker_info) reads RANK and WORLD_SIZE; MosaicML Streaming 0.13 (base/distributed.py) reads
+            these and LOCAL_WORLD_SIZE; LitData 0.2 (utilities/env.py) reads WORLD_SIZE. s3torchconnector 1.5 queries
+            torch.distributed instead.
         """
         _set_variable(self._after_run, "RANK", str(environment.global_rank()))
         _set_variable(self._after_run, "WORLD_SIZE", str(world_size))

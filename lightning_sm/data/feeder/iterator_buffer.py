@@ -167,9 +167,9 @@ class IteratorBuffer:
 
     @property
     def window(self) -> int:
-        """Number of steps that may be in flight or buffered, given the sizes seen so far; at least 2, to overlap them.
+        """Number of steps that may be in flight or buffered, given the sizes so far. At least 2, so that they overlap.
 
-        While no size is known, at most 2 may be: more could exceed ``window_bytes``.
+        Until a size is known, it is 2: more steps could exceed ``window_bytes``.
         """
         limits = self.request
         if not self.largest:

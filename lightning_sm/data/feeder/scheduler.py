@@ -1,6 +1,6 @@
 """The scheduler of one trainer rank: decides which steps to request from which data host, and when.
 
-Pure rules: no I/O, no clock, no thread. The caller passes in events with their time (``now``, seconds of a monotonic
+Pure logic: no I/O, no clock, no thread. The caller passes in events with their time (``now``, seconds of a monotonic
 clock), and gets back the requests to send and to cancel.
 
 A request is for a step range: consecutive steps of a pass (one iteration over one loader). A range is first TODO, then
@@ -338,7 +338,7 @@ class Scheduler:
     def __init__(self, tie_break: Callable[[], float] = random.random) -> None:
         self._tie_break = tie_break
         self._hosts: dict[str, _ScheduledHost] = {}
-        self._up: list[_ScheduledHost] = []  # by name, so that the order of connecting does not matter
+        self._up: list[_ScheduledHost] = []  # by name, so that the order in which hosts connect does not matter
         self._passes: dict[int, _ScheduledPass] = {}
         self._paces: dict[Hashable, _Latencies] = {}
         self._requests: dict[int, StepRequest] = {}  # in flight, oldest first

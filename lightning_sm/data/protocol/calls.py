@@ -1,4 +1,4 @@
-"""The short calls between trainers and data hosts, with messages that are checked before use. Pure rules."""
+"""The short calls between trainers and data hosts, with messages that are checked before use. Pure logic."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ _UPDATE = struct.Struct(">BHBBII")  # 6.9: the same head and the window incremen
 _DATA, _SETTINGS, _WINDOW_UPDATE = 0, 4, 8
 _OF_BLOCKS = (1, 5, 9)  # HEADERS, PUSH_PROMISE, CONTINUATION: no other frame may come between these (6.10)
 _END_STREAM, _END_HEADERS, _PADDED = 0x1, 0x4, 0x8
-# Use the largest frames (4.2), so that a piece needs one head, and the largest windows (6.9.1): the receiver consumes
-# all bytes before more are read, so TCP already limits the sender.
+# Use the largest frames (4.2), so that each piece needs only one frame header, and the largest windows (6.9.1): the
+# receiver consumes all bytes before it reads more, so TCP already limits the sender.
 _MAX_FRAME_BYTES = (1 << 24) - 1
 _WINDOW_BYTES, _DEFAULT_WINDOW_BYTES = (1 << 31) - 1, (1 << 16) - 1
 _WINDOW_STEP_BYTES = 64 << 20

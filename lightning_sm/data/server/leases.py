@@ -1,4 +1,4 @@
-"""The leases of trainers, which decide when a data host may exit. Pure rules; callers pass the time."""
+"""Trainer leases, which decide when a data host may exit. Pure logic; callers pass in the current time."""
 
 from __future__ import annotations
 

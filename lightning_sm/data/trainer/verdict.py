@@ -1,4 +1,4 @@
-"""The reasons why training waits for data hosts, and remedies. Pure rules."""
+"""The reasons why training waits for data hosts, and remedies. Pure logic."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def trouble(hosts: Sequence[HostFigures]) -> list[str]:
             parts.append(f"{count(host.num_retries, 'request')} repeated")
         if _is_silent(host, hosts):
             built = sum(other.num_built for other in hosts)
-            parts.append(f"no batch built, of {count(built, 'batch', 'batches')}")
+            parts.append(f"built none of {count(built, 'batch', 'batches')}")
         if parts:
             sentences.append(f"Data host {host.name}: {', '.join(parts)}.")
     return sentences
@@ -104,7 +104,7 @@ def wait_cause(
 
 
 def _is_silent(host: HostFigures, hosts: Sequence[HostFigures]) -> bool:
-    """Return whether a host was up but built no batch while another host built some."""
+    """Return whether a host was up but built no batches while another host did."""
     others = max((other.num_built for other in hosts if other is not host), default=0)
     return host.state == "up" and host.num_built == 0 and others >= _MIN_BATCHES
 
@@ -184,7 +184,7 @@ def _workers(who: str, rank: RankFigures, hosts: Sequence[HostFigures]) -> WaitC
 
 
 def _outlier(means: Mapping[str, float]) -> tuple[str, float, float] | None:
-    """Return the largest value with its name and the median of the others, or None if it is not far larger."""
+    """Return the largest value, its name, and the median of the others; None if it is not far above that median."""
     if len(means) <= 1:
         return None
     name = max(means, key=lambda name: means[name])

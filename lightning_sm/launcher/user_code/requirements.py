@@ -42,7 +42,7 @@ def is_wanted(script: Script, env: Mapping[str, str]) -> bool:
     if setting is Install.NEVER:
         why_not = f"{INSTALL_REQUIREMENTS.name}=0"
     elif setting is Install.IF_SUBMITTED and script.submitted is None:
-        why_not = f"it did not come with the job ({INSTALL_REQUIREMENTS.name}=1 installs it)"
+        why_not = f"it did not come with the job (set {INSTALL_REQUIREMENTS.name}=1 to install it)"
     if why_not:
         _LOG.info("not installing %s of %s: %s.", _FILE, script.source_dir, why_not)
     return not why_not

@@ -426,10 +426,9 @@ def _converted(num_done: int, loaders: list[Any], before: list[_Share | None], n
     batches = {number for number, _ in converted} or {num_done}
     if len(batches) > 1:
         raise ResumeError(
-            f"The checkpoint was saved after batch {num_done} of an epoch, which corresponds to batch "
-            f"{' and batch '.join(map(str, sorted(batches)))} with the ranks and batch sizes of the loaders in this "
-            "run. Change the batch sizes of all loaders by the same factor, or resume from a checkpoint at the end of "
-            "an epoch."
+            f"The checkpoint was saved after batch {num_done} of an epoch. With this run's ranks and batch sizes, the "
+            f"loaders would resume after different batches: {' and '.join(map(str, sorted(batches)))}. Change the "
+            "batch sizes of all loaders by the same factor, or resume from a checkpoint at the end of an epoch."
         )
     (now_done,) = batches
     if now_done != num_done or any(rest for _, rest in converted):

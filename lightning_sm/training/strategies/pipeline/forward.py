@@ -42,11 +42,11 @@ def evaluate(stage: Stage, replica: Replica, inputs: Sequence[Any], most_microba
     Args:
         stage: This rank's stage.
         replica: The ranks of this replica.
-        inputs: The network's inputs: of the same shapes on all ranks, and used on the first.
+        inputs: The network's inputs. Shapes must match on all ranks; only the first rank uses the values.
         most_microbatches: Maximum number of microbatches.
 
     Returns:
-        The network's output on the last rank, None elsewhere.
+        The network's output on the last rank, None on the others.
     """
     rows = {len(value) for value in inputs if isinstance(value, Tensor) and value.ndim}
     # Inputs of different lengths cannot be split by rows, so run them as one microbatch.
@@ -68,7 +68,8 @@ def refuse_mixed_rows(stage: Stage, replica: Replica, inputs: Sequence[Tensor]) 
     Args:
         stage: This rank's stage.
         replica: The ranks of this replica.
-        inputs: The network's inputs for two microbatches: of the same shapes on all ranks, and used on the first.
+        inputs: The network's inputs for two microbatches. Shapes must match on all ranks; only the first rank uses the
+            values.
 
     Raises:
         StrategyError: The outputs of the two microbatches differ from the output of their rows as one batch.
@@ -107,7 +108,7 @@ def try_out(stage: Stage, replica: Replica, inputs: tuple[Tensor, ...], loss: Ca
     Args:
         stage: This rank's stage.
         replica: The ranks of this replica.
-        inputs: The network's inputs for a microbatch; used on the first rank.
+        inputs: The network's inputs for a microbatch, of which only the first rank uses the values.
         loss: Called on the last rank with the network's output.
     """
     buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}

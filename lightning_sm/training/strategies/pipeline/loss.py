@@ -73,7 +73,7 @@ class StepLoss:
 
         Args:
             arguments: The arguments of ``training_step``; the first is the batch.
-            rows: Number of rows of the batch.
+            rows: Number of rows in the batch.
             microbatches: Number of microbatches; it divides the rows.
             step: Number of the step; it determines which two microbatches ``check`` compares.
 

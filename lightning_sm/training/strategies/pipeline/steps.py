@@ -105,11 +105,11 @@ class UserSteps:
 
         Args:
             inputs: The inputs.
-            rows: Number of rows of the batch.
-            before: The random state before the step.
+            rows: Number of rows in the batch.
+            before: Random state before the step.
 
         Raises:
-            StrategyError: The inputs have other rows than the batch, or the step has drawn random numbers, which would
+            StrategyError: The inputs do not have the rows of the batch, or the step drew random numbers, which would
                 differ in each microbatch.
         """
         if any(not isinstance(value, Tensor) or not value.ndim or len(value) != rows for value in inputs):

@@ -137,7 +137,7 @@ def test_a_data_host_that_builds_nothing_is_named():
     cause = wait_cause(ranks(waiting(5.0)), hosts(full, silent))
     assert cause.name == "data host algo-4"
     assert "it has built no batch, and the others have to build all of them" in cause.text
-    assert trouble(hosts(full, silent)) == ["Data host algo-4: no batch built, of 100 batches."]
+    assert trouble(hosts(full, silent)) == ["Data host algo-4: built none of 100 batches."]
 
 
 def test_a_host_that_has_just_started_is_not_silent():

@@ -1,4 +1,4 @@
-"""The description of a job file's keys, used by the reader, the help and the reference.
+"""The fields with which ``job_file`` describes the keys of a job file, for the reader, the help and the reference.
 
 Each section of the file is a dataclass whose fields are created by ``key``.
 """
