@@ -1,8 +1,8 @@
 """Run PyTorch Lightning on Amazon SageMaker clusters with one unmodified script.
 
-The names in ``__all__`` are the public API; everything else may change without notice. They are loaded on first use
-(PEP 562), so that the commands start without torch, which costs 2 to 5 s and 1 GB of address space per process. The
-import registers the strategies with Lightning's Trainer, for ``Trainer(strategy="pipeline")``.
+The names in ``__all__`` are the public API; everything else may change without notice. Public names are loaded on first
+use (PEP 562), so that the commands start without torch, which costs 2 to 5 s and 1 GB of address space per process.
+Importing the package registers the strategies with Lightning's Trainer, for ``Trainer(strategy="pipeline")``.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ examples:
 
 Completion works in new shells. Generate the script again after an update.
 """
-# Command names from other tools, with the command that does the same here.
+# Command names from other tools, each with the command that does the same here.
 _ELSEWHERE = {"top": "report --live"}
-# In the order of the help.
+# In the order in which the help lists them.
 _NAMES = ("train", "local", "doctor", "report", "compare", "plan", "init", "submit", "jobs", "completion")
 
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LightningSMError as error:
         _LOG.error("error: %s", error)
         return 2
-    except KeyboardInterrupt:  # before the emulator has started the hosts; later, it handles the interrupt
+    except KeyboardInterrupt:  # before the emulator has started the hosts; later, the emulator handles interrupts
         return 128 + signal.SIGINT
 
 
@@ -100,12 +100,12 @@ def _jobs(argv: Sequence[str]) -> int:
     from lightning_sm.cloud import command as jobs  # noqa: PLC0415 - loads boto3
     from lightning_sm.submit.again import again  # noqa: PLC0415 - loads YAML and boto3
 
-    # Pass the functions, because the module of jobs may not import their packages.
+    # Pass the functions, because the ``jobs`` module may not import their packages.
     return jobs.main(argv, write_report=report.write_report, again=again)
 
 
 def _parser(*, with_all_options: bool = False) -> CommandParser:
-    """Return the parser; options of ``submit`` and ``jobs``, which have separate parsers, are added only on request."""
+    """Return the parser, on request with the options of ``submit`` and ``jobs``, which have separate parsers."""
     parser = CommandParser(prog="lightning-sm", description="Run PyTorch Lightning on Amazon SageMaker clusters.")
     parser.add_argument(
         "--version", action="version", version=f"lightning-sm {__version__}", help="show the version and exit"
@@ -201,7 +201,7 @@ def _show_completion(options: argparse.Namespace) -> int:
     return 0
 
 
-# The commands whose only argument is their options.
+# The commands whose functions take only the parsed options.
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": doctor.main,
     "report": report.report,

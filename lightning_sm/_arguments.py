@@ -35,7 +35,8 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse arguments, and reject unknown ones here, where similar options can be suggested.
 
-        ``argparse`` also calls this for each subcommand, and by itself would reject unknown arguments only at the end.
+        ``argparse`` also calls this method for each subcommand; on its own, it would reject unknown arguments only at
+        the end.
         """
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -43,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, []
 
     def mark_completions(self) -> None:
-        """Tell shtab which values are files and folders, by their metavars."""
+        """Tell shtab which values are files and which are folders, judging by their metavars."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for parser in dict.fromkeys(action.choices.values()):
@@ -60,7 +61,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, names: Sequence[str]) -> str:
-    """Return a sentence with a leading space that suggests a similar name; empty if there is none."""
+    """Return a sentence, with a leading space, that suggests a similar name; empty if no name is similar."""
     close = closest(word, names)
     return f" Did you mean {close}?" if close else ""
 

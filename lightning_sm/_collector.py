@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def pause_collector() -> Iterator[None]:
-    """Pause the collector while torch and Lightning are imported; it would take a quarter of the CPU time."""
+    """Pause the collector while torch and Lightning are imported, when it would take a quarter of the CPU time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -22,11 +22,11 @@ def pause_collector() -> Iterator[None]:
 
 @functools.cache
 def freeze_imports() -> None:
-    """Exclude all existing objects from collection: mostly modules, which live as long as the process anyway.
+    """Exclude all existing objects from collection; most belong to modules, which live as long as the process anyway.
 
-    With Lightning, there are a million such objects. Examining them again took 1.5 of the 6.5 s of CPU time of a
-    process that only imports Lightning and exits, time that an interrupted host does not have. Processes that are
-    forked later share the pages (``gc.freeze`` in Python's documentation). Only the first call has an effect, so that
-    no garbage of a training is kept.
+    With Lightning, there are a million such objects. Examining them again took 1.5 of the 6.5 s of CPU time used by a
+    process that only imports Lightning and exits; an interrupted host does not have that time. Processes that are
+    forked later share the memory pages of these objects (see ``gc.freeze`` in Python's documentation). Only the first
+    call has an effect, so that garbage from training is never kept.
     """
     gc.freeze()

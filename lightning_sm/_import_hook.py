@@ -14,7 +14,7 @@ def after_import(names: Sequence[str], change: Callable[[ModuleType], None]) -> 
 
     Args:
         names: Names of the modules.
-        change: Called with each module, once it has been executed.
+        change: Called with each module after the module has been executed.
     """
     for name in names:
         if name in sys.modules:
@@ -23,7 +23,7 @@ def after_import(names: Sequence[str], change: Callable[[ModuleType], None]) -> 
 
 
 class _ChangingFinder:
-    """A finder that delegates to the other finders, and applies the change once a module has been executed."""
+    """A finder that delegates to the other finders, and applies the change after a module has been executed."""
 
     def __init__(self, names: Sequence[str], change: Callable[[ModuleType], None]) -> None:
         self._names = names

@@ -1,8 +1,9 @@
 """The choice between ``pytorch_lightning`` and ``lightning.pytorch``, from which this package's classes derive.
 
-The two distributions contain the same code, but their classes are different objects: a callback of one is not a
-callback for the other. This module chooses the one that the script imported first; if it imported neither,
-``pytorch_lightning`` if it is installed. All other modules of lightning_sm import Lightning's names from this one.
+The two distributions contain the same code, but their classes are different objects: a callback from one distribution
+is not a callback for the other. This module chooses the one that the script imported first; if the script imported
+neither, the module chooses ``pytorch_lightning`` if that is installed. All other modules of lightning_sm import
+Lightning's names from this one.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
     from pytorch_lightning.utilities import CombinedLoader, parsing, rank_zero_only
 else:
     # Lightning's names by module; private names lose their underscore. Lightning before 2.6 lacks WeightAveraging: an
-    # empty tuple replaces it, of which nothing is an instance.
+    # empty tuple, of which nothing is an instance, replaces it.
     _FABRIC = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"
     _NAMES = {
         DISTRIBUTION: "Callback LightningDataModule LightningModule Trainer",

@@ -26,7 +26,7 @@ CONTAINERS_SHARE_KERNEL = _IS_LINUX
 CGROUP = Path("/sys/fs/cgroup")
 LOOPBACK_INTERFACE = "lo" if _IS_LINUX else "lo0"
 _SYSTEM = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
-# Interval of checks of threads.
+# Interval between two checks of whether threads sleep.
 _LOOK_S = 0.01
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
@@ -53,7 +53,7 @@ def require_linux(what: str, advice: str) -> None:
 
 
 def usable_cpus(cgroup: Path = CGROUP) -> int:
-    """Return how many CPUs this process may use, by its affinity and the quota of its control group.
+    """Return how many CPUs this process may use, according to its affinity and its control group's quota.
 
     Off Linux, this is the number of CPUs of the machine.
 
@@ -70,8 +70,8 @@ def usable_cpus(cgroup: Path = CGROUP) -> int:
 def loopback_addresses(count: int) -> list[str]:
     """Return an address of this machine for each of ``count`` hosts.
 
-    127.0.0.1 is not used, because it would hide a wrong main address. macOS has no other loopback address, so all hosts
-    share it there.
+    127.0.0.1 is not used, because it would hide a wrong main address. On macOS, which has no other loopback address,
+    all hosts share it.
     """
     return [f"127.0.0.{2 + number}" if _IS_LINUX else "127.0.0.1" for number in range(count)]
 
@@ -82,8 +82,8 @@ def handles_signal(pid: int, signum: int, *, or_blocks: bool = False) -> bool | 
     Args:
         pid: Process id; False is returned for a process that has exited.
         signum: Number of the signal.
-        or_blocks: Whether to return True also if the process blocks the signal, which then stays pending until there
-            may be a handler.
+        or_blocks: Whether to return True also if the process blocks the signal, which then stays pending and may
+            find a handler later.
     """
     if not _IS_LINUX:
         return None
@@ -103,14 +103,14 @@ def kill_with_parent() -> None:
 
 
 def adopt_orphans(wanted: bool) -> None:
-    """Make this process, not init, the parent of orphaned descendants, so that it can find, kill and reap them."""
+    """Make this process, not init, the parent of orphaned descendants, so that they can be found, killed and reaped."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
 
 
 def ended_child() -> int | None:
     """Return the process id of a child that has exited, without reaping it, or None if there is none.
 
-    Off Linux, always None: this is meant for orphans, which process 1 adopts there.
+    Off Linux, the result is always None: this function is meant for orphans, which process 1 adopts there.
     """
     if not _IS_LINUX:  # waitid came to macOS with Python 3.13
         return None
@@ -122,7 +122,7 @@ def ended_child() -> int | None:
 
 
 class ExitWatch:
-    """A context manager that detects the exit of any processes, not only children (Linux only)."""
+    """A context manager that detects the exit of any process, not only of a child (Linux only)."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -137,10 +137,11 @@ class ExitWatch:
             os.close(pidfd)
 
     def add(self, pids: Iterable[int]) -> None:
-        """Watch further processes; processes that were added before are ignored."""
+        """Watch more processes; adding a process twice has no effect."""
         for pid in set(pids) - self._seen if _IS_LINUX else ():
             self._seen.add(pid)
-            # Ignore errors: the process has been reaped, or the container forbids the call. Its exit goes undetected.
+            # Ignore errors: the process has been reaped, or the container forbids the call. The exit then goes
+            # undetected.
             with contextlib.suppress(OSError):
                 pidfd = os.pidfd_open(pid)
                 self._pids[pidfd] = pid
@@ -151,7 +152,7 @@ class ExitWatch:
 
         Returns:
             Process id and exit code (-n for signal n) of each process that has exited. The exit code is None if the
-            parent has already waited for it.
+            parent has already waited for the process.
         """
         exits = []
         for pidfd, _ in self._poll.poll(1000 * timeout_s):
@@ -165,7 +166,7 @@ class ExitWatch:
 def exit_code_of_zombie(pid: int) -> int | None:
     """Return the exit code of a process that has exited but has not been reaped, or None for any other process.
 
-    The exit code is -n if signal n killed the process. Off Linux, always None.
+    The exit code is -n if signal n killed the process. Off Linux, the result is always None.
     """
     with contextlib.suppress(OSError, ValueError):
         # The name, in parentheses, may contain spaces and parentheses. The fields after it are numbered from 3.
@@ -176,13 +177,13 @@ def exit_code_of_zombie(pid: int) -> int | None:
 
 
 def wait_until_asleep(threads: str, timeout_s: float) -> bool:
-    """Wait until this process's threads of a name sleep, and return whether they do within the time.
+    """Wait until all threads of this process that have a given name sleep, and return whether they do so in time.
 
-    Threads that have not run between two checks, during which the interpreter's lock is free, are waiting for work
+    The interpreter's lock is free between two checks, so a thread that has not run between them is waiting for work
     rather than for the lock. Off Linux, return True at once.
 
     Args:
-        threads: Name of the threads in the kernel.
+        threads: Name of the threads, as the kernel knows it.
         timeout_s: Maximum wait in seconds.
     """
     deadline = time.monotonic() + timeout_s
@@ -198,7 +199,7 @@ def wait_until_asleep(threads: str, timeout_s: float) -> bool:
 
 
 def _runs_of(threads: str) -> dict[str, tuple[str, ...]]:
-    """Return state and number of context switches of each thread of a name."""
+    """Return the state and the number of context switches of each thread that has a given name."""
     runs = {}
     for status in Path("/proc/self/task").glob("*/status") if _IS_LINUX else ():
         with contextlib.suppress(OSError):  # the thread has just exited

@@ -8,7 +8,7 @@ import logging
 def command_logger(name: str) -> logging.Logger:
     """Return a logger whose messages begin with ``lightning-sm: ``, whichever handlers and formatters process them.
 
-    Use it in commands, whose lines appear among the output of the scripts that they run.
+    Use it in commands, because their lines appear among the output of the scripts that they run.
 
     Args:
         name: Name of the logger.
@@ -19,7 +19,7 @@ def command_logger(name: str) -> logging.Logger:
 
 
 def show_log_lines() -> None:
-    """Write INFO and above of the ``lightning_sm`` loggers to the script's log handlers, or to stderr without any."""
+    """Send ``lightning_sm`` messages from INFO upwards to the script's log handlers, or to stderr if none exist."""
     logger = logging.getLogger("lightning_sm")
     if logger.level == logging.NOTSET:  # otherwise root's level applies, which logging.basicConfig() leaves at WARNING
         logger.setLevel(logging.INFO)

@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class RandomState:
-    """The random states of this process and perhaps of CUDA and a generator.
+    """The random states of this process, and of CUDA and a generator if they are used.
 
     States are captured often and saved rarely, so they are converted only for saving. torch's states are kept as
     arrays, because pickling a tensor writes a file in memory.

@@ -10,7 +10,7 @@ from typing import Any, Union
 import msgspec
 
 # Create one decoder at a time: msgspec caches a type's information before it is complete, and crashes the process if
-# another thread then makes a decoder of the type (seen with msgspec 0.22).
+# another thread then makes a decoder for the same type (seen with msgspec 0.22).
 _MAKING_DECODER = threading.Lock()
 
 _JSON = msgspec.json.Encoder()
@@ -30,7 +30,7 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def encode(message: msgspec.Struct, encoder: msgspec.json.Encoder | msgspec.msgpack.Encoder = _JSON) -> bytes:
     """Return the bytes of a message.
 
-    Text that is not valid Unicode, such as a file name of another encoding in a traceback, is escaped.
+    Text that is not valid Unicode, such as a file name in another encoding in a traceback, is escaped.
 
     Args:
         message: The message.

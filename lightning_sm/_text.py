@@ -11,9 +11,10 @@ _MINUTE_S = 60
 _HOUR_S = 3600
 # Shorter durations are written in seconds with three significant digits, longer ones in minutes or hours.
 _LONG_S = 120.0
-# difflib's ratio: long words may differ in two letters, short words in one or in the order of two.
+# Minimum of difflib's ratio: long words may differ in two letters, short words in one letter or the order of two.
 _SIMILAR = 0.66
-# ECMA-48, with 7-bit and 8-bit introducers: control sequences, command strings (titles, clipboard), and the rest.
+# Escape sequences of ECMA-48, with 7-bit and 8-bit introducers: control sequences, command strings (titles, clipboard),
+# and the rest.
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
     r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
@@ -34,7 +35,7 @@ def duration(seconds: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """Format a duration with three significant digits, in milliseconds below 1 s and in seconds from there."""
+    """Format a duration with three significant digits, in milliseconds below 1 s, otherwise in seconds."""
     return f"{1e3 * seconds:.3g} ms" if 0 < seconds < 1 else f"{seconds:.3g} s"
 
 
@@ -45,7 +46,7 @@ def clock_time(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Format a number of bytes in the largest decimal unit that is not larger."""
+    """Format a number of bytes in the largest decimal unit that does not exceed it."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.3g} {unit}"
@@ -74,7 +75,7 @@ def times(number: int) -> str:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Join names with commas, but only the first ``most`` of them."""
+    """Join names with commas; if there are more than ``most``, leave out the rest and state the total number."""
     rest = f", ... ({len(names)} in all)" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
@@ -92,7 +93,7 @@ def closest(word: str, names: Iterable[str]) -> str | None:
 
 
 def plain(text: str) -> str:
-    """Remove escape sequences, and control characters except tab and line feed, which a terminal would act upon."""
+    """Remove what a terminal would act upon: escape sequences, and control characters except tab and line feed."""
     return _CONTROLS.sub("", _ESCAPES.sub("", text))
 
 

@@ -1,8 +1,8 @@
-"""Lightning base classes for internal classes of this package, which hide these from command lines.
+"""Lightning base classes that hide this package's internal classes from command lines.
 
-jsonargparse lists a class's ``__subclasses__`` in ``--help``, and searches them for short names. The internal classes
-would appear among the choices of every script, and could make a user's class, such as ``Progress``, ambiguous. These
-bases report no subclasses, and have private paths, which jsonargparse does not list.
+jsonargparse lists a class's ``__subclasses__`` in ``--help``, and searches them for short names. Internal classes would
+appear among the choices of every script, and could make a user's class, such as ``Progress``, ambiguous. These bases
+report no subclasses, and have private paths, which jsonargparse does not list.
 """
 
 from __future__ import annotations

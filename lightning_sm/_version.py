@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed package, or None, from its metadata, since importing torch takes seconds."""
+    """Return an installed package's version, or None, from its metadata: importing torch would take seconds."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -13,7 +13,7 @@ The tree::
     |- PortInUseError(OSError)           the main port is taken
     |- OutputDirectoryError(OSError)     an output directory cannot be written
     |- CheckpointError(OSError)          a checkpoint could not be written
-    |  `- CheckpointMismatchError(ValueError)  a checkpoint belongs to another model than the script's
+    |  `- CheckpointMismatchError(ValueError)  a checkpoint does not belong to the script's model
     |- SubmitError(ValueError)           a job cannot be submitted: wrong description, or something is missing locally
     |- AWSError(RuntimeError)            AWS rejects a request, cannot be reached, or has no such job
     |- MixedLightningError(ImportError)  pytorch_lightning and lightning.pytorch classes were mixed
@@ -21,10 +21,10 @@ The tree::
     |- ContainerError(RuntimeError)      Docker is missing, refuses a container, or does not answer
     |- NeedsLinuxError(RuntimeError)     the feature needs Linux, and this system is not Linux
     `- DataServiceError                  the data service cannot continue
-       |- DataSettingsError(ValueError)       a setting, or a DataModule that cannot be served
+       |- DataSettingsError(ValueError)       a setting is wrong, or a DataModule cannot be served
        |- DataHostUnreachableError(ConnectionError)  no data host can be reached
        |- DataTimeoutError(TimeoutError)      a batch did not arrive in time
-       |- DataHostMismatchError(ValueError)   a data host has another job, version, token or dataset than its peers
+       |- DataHostMismatchError(ValueError)   a data host's job, version, token or dataset is not that of its peers
        |- RemoteTransformError(RuntimeError)  the user's code failed on a data host
        |  `- RemoteImportError(ImportError)      the user's code cannot be imported there
        |- BatchTypeError(TypeError)           a batch holds something that cannot be sent
@@ -83,7 +83,7 @@ class CheckpointError(LightningSMError, OSError):
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The checkpoint from which a job resumes belongs to another model or optimizer than the script's."""
+    """The checkpoint from which a job resumes does not belong to the script's model or optimizer."""
 
 
 class SubmitError(LightningSMError, ValueError):
@@ -127,13 +127,13 @@ class DataTimeoutError(DataServiceError, TimeoutError):
 
 
 class DataHostMismatchError(DataServiceError, ValueError):
-    """A data host belongs to another job, has another version, or serves other data than its peers."""
+    """A data host's job, version or data is not that of its peers."""
 
 
 class RemoteTransformError(DataServiceError, RuntimeError):
     """The user's dataset, transform, sampler, collate function or hook raised an exception on a data host.
 
-    The message consists of that exception's type and message, its place, and its traceback (data/protocol/failures.py).
+    The message contains that exception's type, message, place and traceback (see data/protocol/failures.py).
     """
 
 

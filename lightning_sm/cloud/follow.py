@@ -19,7 +19,7 @@ from lightning_sm.cloud.logs import Log
 _LOG = command_logger(__name__)
 
 _EVERY_S = 5.0
-# How often to read the log after the job's end, because its last lines arrive late.
+# How many times to read the log after the job's end, because its last lines arrive late.
 _LAST_LOOKS = 2
 # The service has no field for the exit code, but appends it to the reason, as in "AlgorithmError: <failure file>, exit
 # code: 137".
@@ -39,13 +39,13 @@ def follow(clients: Clients, kind: Kind, name: str, *, shows_log: bool, sleep: S
         name: Name of the job.
         shows_log: Whether to write the log, if permissions allow it. A tuning job has no log; the counts of its
             training jobs are shown instead.
-        sleep: Sleeps for some seconds.
+        sleep: Sleeps for the given number of seconds.
 
     Returns:
         The last description of the job.
 
     Raises:
-        ClientError: AWS rejects a request, such as after the credentials have expired.
+        ClientError: AWS rejects a request, for example, after the credentials have expired.
         BotoCoreError: AWS cannot be reached.
     """
     state = ""
@@ -103,7 +103,7 @@ def _state(found: Found) -> str:
 
 
 def tuning_progress(description: Mapping[str, Any]) -> str:
-    """Return the counts of a tuning job's training jobs by state, and the best one.
+    """Return the number of a tuning job's training jobs in each state, and the best training job.
 
     Args:
         description: An answer of DescribeHyperParameterTuningJob.

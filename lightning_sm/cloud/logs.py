@@ -1,4 +1,4 @@
-"""The log of a job, merged over its hosts, with the reason for a failure first.
+"""The log of a job, merged from all hosts, with the reason for a failure first.
 
 CloudWatch Logs keeps a stream for each host and attempt, ``<job>/algo-<n>-<seconds since the epoch>``.
 """
@@ -18,7 +18,7 @@ from lightning_sm.cloud.aws import error_code
 _GROUP = "/aws/sagemaker/TrainingJobs"
 # Events of one host may arrive later than newer events of another. Read again from this far back.
 _LATE_MS = 60_000
-# Matches host names in failure files, which the service passes on unchanged. It has no field for the host.
+# Matches host names in failure files, which the service passes on unchanged. The API has no field for the host.
 _HOST = re.compile(r"algo-\d+")
 # How many lines to show of each host that did not fail.
 _OTHERS_TAIL = 50
@@ -95,7 +95,7 @@ class Log:
 
 
 def failure_first(log: Log, reason: str) -> Iterator[str]:
-    """Yield the log of a failed job: the reason, the logs of hosts that it names, and the end of the other logs.
+    """Yield the log of a failed job: the reason, the logs of hosts that the reason names, and the end of the others.
 
     Args:
         log: The log.

@@ -30,8 +30,8 @@ ReportWriter: TypeAlias = Callable[[Sequence[Path], str, Path, Prices], None]
 def fetch_records(client: Any, description: Mapping[str, Any], folder: Path) -> int:
     """Copy the records of all hosts of a training job.
 
-    A job with a checkpoint folder keeps its record there, which SageMaker uploads while the job runs. Other jobs write
-    it to their output, which is uploaded when the job ends.
+    A job with a checkpoint folder keeps its record in that folder, which SageMaker uploads while the job runs. Other
+    jobs write their records to their output, which is uploaded when the job ends.
 
     Args:
         client: boto3's client of S3.

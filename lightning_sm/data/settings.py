@@ -23,11 +23,11 @@ _MAX_WINDOW = 256
 
 
 def default_window(num_workers: int, num_ranks: int) -> int:
-    """Return how many requests of a rank may be in flight or buffered.
+    """Return how many requests a rank may have in flight or buffered.
 
     Args:
-        num_workers: Number of workers of all data hosts.
-        num_ranks: Number of ranks that share them.
+        num_workers: Number of workers on all data hosts.
+        num_ranks: Number of ranks that share the workers.
     """
     return min(_MAX_WINDOW, max(_MIN_WINDOW, -(-8 * num_workers // num_ranks)))
 
@@ -37,24 +37,24 @@ class DataServiceSettings:
     """How data hosts serve batches, and how trainers fetch them.
 
     Args:
-        hooks: Where the hooks of the DataModule run: "trainers", as without data hosts, or "data", on the data hosts.
+        hooks: Where the DataModule's hooks run: "trainers" (as without data hosts) or "data" (on the data hosts).
             Use "data" for datasets that trainers cannot read, that cannot be pickled, or that are large; trainers then
             have loaders without datasets. "auto" chooses "data" if a data group has a channel that the trainers lack,
             else "trainers".
-        workers: Number of worker processes on each data host. Defaults to the number of its CPUs minus 1.
+        workers: Number of worker processes on each data host. Defaults to the host's number of CPUs minus 1.
         window_batches: Maximum number of batches in flight or buffered, per rank and loader. Defaults to 32, or eight
             times a rank's share of the workers if that is more. Small batches share requests; the default then limits
             requests, not batches.
         window_bytes: Maximum size of batches in flight or buffered, per rank and loader, in bytes.
         max_batch_bytes: Maximum size of a batch in bytes.
-        startup_timeout_s: Seconds within which a data host must open a dataset, including downloads and setup() with
-            hooks=data.
+        startup_timeout_s: Seconds within which a data host must open a dataset, including downloads and, with
+            hooks=data, setup().
         batch_timeout_s: Seconds within which a batch must arrive, even if all data hosts are unreachable.
         lease_s: Seconds without a heartbeat from any trainer after which data hosts exit.
         port: Port of the data hosts. Derived from the job by default.
         trust: Addresses, host names and networks ("10.0.0.0/16") that may connect to the data hosts, in addition to the
             job's hosts and the data host's machine. Needed only for data hosts that are started by hand, and for
-            trainers that connect from another address than their host name's.
+            trainers that do not connect from the address of their host name.
         tls_certificate: PEM file with the certificate of the data hosts; turns TLS on. Its SubjectAlternativeName must
             include the names or addresses by which trainers reach the data hosts: algo-1, algo-2 and so on in a job,
             127.0.0.2, 127.0.0.3 and so on with ``lightning-sm local``.
@@ -76,7 +76,8 @@ class DataServiceSettings:
     batch_timeout_s: float = 300.0
     lease_s: float = 60.0
     port: int | None = None
-    # Excluded from the hash, because lists have none and settings are part of the key of a process's connection.
+    # Excluded from the hash: lists cannot be hashed, and a process finds its connection by a key that includes these
+    # settings.
     trust: list[str] | None = field(default=None, hash=False)
     tls_certificate: str | None = None
     tls_key: str | None = None
@@ -164,16 +165,16 @@ class Credentials:
 
 @dataclass(frozen=True)
 class HostSettings:
-    """Settings of the processes of one data host.
+    """Settings for the processes of one data host.
 
     Attributes:
-        address: The ``host:port`` to listen on; with port 0, the system chooses one.
+        address: The ``host:port`` to listen on; with port 0, the system chooses a port.
         workers: Number of worker processes.
         max_batch_bytes: Maximum size of a batch in bytes.
         lease_s: Seconds without a heartbeat from any trainer after which the host exits; None for never.
         startup_timeout_s: Seconds within which the first trainer must connect; None for no limit.
         name: Name of the host, for messages.
-        credentials: Job, token, TLS files.
+        credentials: Job, token and TLS files.
         may_restart: Whether trainers may restart after they have finished.
         trusted: Addresses, host names and networks that may connect, in addition to this machine.
         channels: Names of the host's input channels.

@@ -18,7 +18,7 @@ class Context:
 
     Attributes:
         env: Environment variables of the host.
-        job: Job of the host; None off SageMaker, and if the job's files are malformed.
+        job: Job of the host; None outside SageMaker, or if the job's files are malformed.
         topology: Layout of the job; None if there is no job, or if its groups contradict each other.
         error: Why the job or its layout is unknown.
         sys: Folder in which the kernel describes devices.
@@ -34,7 +34,7 @@ class Context:
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Context:
-        """Return this host."""
+        """Return the context of this host."""
         job = None
         try:
             job = SageMakerJob.from_environment(env)
@@ -79,10 +79,10 @@ def ok(name: str, found: str) -> Result:
 
 
 def warning(name: str, found: str, advice: str) -> Result:
-    """Return a result that would make some jobs fail, or that slows jobs down."""
+    """Return a result about something that would slow jobs down, or make some of them fail."""
     return Result(name, Status.WARNING, found, advice)
 
 
 def problem(name: str, found: str, advice: str) -> Result:
-    """Return a result that would make a training job fail."""
+    """Return a result about something that would make a training job fail."""
     return Result(name, Status.PROBLEM, found, advice)

@@ -27,7 +27,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "count
 
 
 def gpus(context: Context) -> Iterator[Result]:
-    """Have torch count its GPUs, if the host should have any."""
+    """Have torch count the GPUs, if the host should have any."""
     expected, source = _expected(context)
     if not expected:
         yield ok("GPUs", "none")
@@ -80,7 +80,7 @@ def fabric(context: Context) -> Iterator[Result]:
 
 
 def _expected(context: Context) -> tuple[int, str]:
-    """Return the expected number of GPUs, and its source as a clause."""
+    """Return the expected number of GPUs, and a clause that names its source."""
     files = sum(1 for path in context.dev.glob("nvidia[0-9]*") if path.name[6:].isdecimal())
     job = context.job
     if job is None or not context.has_own_machine:  # the emulator's instance types do not imply devices

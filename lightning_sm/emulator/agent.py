@@ -12,7 +12,7 @@ from lightning_sm.job.uploads import UPLOADED, UPLOADING, files_of, marker_of
 
 _POLL_S = 0.05
 _CHUNK_BYTES = 1 << 20
-# Identifies a file's content without reading it: inode, size, modification time.
+# Identifies a file's content without reading the file: inode, size and modification time.
 _Content = tuple[int, int, int]
 
 
@@ -20,11 +20,11 @@ class UploadAgent:
     """A thread that uploads the changed files of a folder until ``stop``.
 
     As far as is known, SageMaker's agent does the same: it puts an empty ``<file>.sagemaker-uploading`` beside a
-    changed file, copies the whole file, and then renames the marker to ``<file>.sagemaker-uploaded``. Removing a file
-    removes it from S3.
+    changed file, copies the whole file, and then renames the marker to ``<file>.sagemaker-uploaded``. A file that
+    is removed from the folder is also removed from S3.
 
     Args:
-        folder: The host's checkpoint folder, as it was downloaded.
+        folder: The host's checkpoint folder, after ``download``.
         bucket: The folder that stands for S3.
         host: Name of the host.
         delay_s: How long the upload of a file takes, in seconds.

@@ -20,18 +20,18 @@ from lightning_sm.job.variables import REPORT_S
 from lightning_sm.launcher.timeline import REPORT_LIMIT_WHEN_STOPPED_S
 from lightning_sm.record.events import FOLDER
 
-# From SIGTERM to SIGKILL after a failure: the other hosts' launchers give their scripts 15 s, and wait 15 s for a lost
-# main host.
+# Time from SIGTERM to SIGKILL after a failure: the other hosts' launchers give their scripts 15 s to exit, and wait
+# 15 s for a lost main host.
 _FAILURE_GRACE_S = 25.0
-# From SIGTERM to SIGKILL after Ctrl-C, when someone is waiting at a terminal.
+# Time from SIGTERM to SIGKILL after Ctrl-C, when someone is waiting at a terminal.
 _GRACE_S = 5.0
-# For copying the rest of all hosts' output to the logs and to the reader of the emulator's output.
+# Time limit for copying the rest of the hosts' output to the logs and to stdout, whose reader may be slow.
 _OUTPUT_S = 60.0
-# timeout(1) sends its signal twice, as do wrappers that forward what the terminal already sent to all processes. Count
-# signals within this time as one.
+# timeout(1) sends its signal twice, and so do wrappers that forward a signal that the terminal has already sent to all
+# processes. Signals within this time count as one.
 _ONE_SIGNAL_S = 0.5
 _POLL_S = 0.1
-# Shorter interval while a fault may be due at a step: small models run hundreds of steps per second.
+# A shorter interval, used while a fault may be due at a step: small models run hundreds of steps per second.
 _FAULT_POLL_S = 0.005
 
 
@@ -68,7 +68,7 @@ class Attempt:
         cluster: The hosts.
         command: Training script and its arguments.
         output: Receives the lines of the hosts.
-        signals: Number and time of the signals that asked this process to stop.
+        signals: The number and time of each signal that asked this process to stop.
         plan: The faults that have not happened yet.
 
     Attributes:
@@ -88,7 +88,7 @@ class Attempt:
         self._command = command
         self._output = output
         self._signals = signals
-        # How long a stopped main host may take for the report of the run.
+        # How long a stopped main host may take to write the run's report.
         self._report_s = min(REPORT_LIMIT_WHEN_STOPPED_S, REPORT_S.read(cluster.hosts[0].env))
         self._plan = plan
         self._members: dict[str, list[str]] = {}
@@ -169,7 +169,7 @@ class Attempt:
             self._plan.done(fault)
 
     def _read_position(self) -> None:
-        """Read rank 0's step and epoch at the end of its last batch; they are kept after it has exited."""
+        """Read rank 0's step and epoch at the end of its last batch; the values are kept after rank 0 has exited."""
         beats = ControlFolder(self._cluster.main_host.control_dir).beats()
         trained = [beat for beat in beats if beat.rank == 0 and beat.trained_epoch]
         if trained:
@@ -177,7 +177,7 @@ class Attempt:
             self._position = (latest.step, latest.trained_epoch)
 
     def _injection(self, fault: Fault, targets: list[EmulatedHost]) -> Callable[[], object] | None:
-        """Return a function that injects a fault; None if that is not possible, or not yet."""
+        """Return a function that injects a fault; None if the fault is not possible, or not yet."""
         target = targets[0]
         match fault.kind:
             case Kind.KILL:
@@ -237,7 +237,7 @@ class Attempt:
                 self._output.say(f"Host {target.host.name} has no SIGTERM handler yet: the signal is lost.")
             # Count the grace period from the actual signal, which may be late on a busy machine.
             interruption.kill_at[target] = kill_at = (target.interrupted_at or now) + self._plan.settings.grace_s
-            if not interruption.sigterms:  # hosts without SIGTERM are killed together with the last that gets one
+            if not interruption.sigterms:  # hosts that get no SIGTERM are killed with the last one that does
                 interruption.kill_at = {host: min(at, kill_at) for host, at in interruption.kill_at.items()}
         running = self._running()
         doomed = [host for host in running if interruption.kill_at[host] <= now]
@@ -260,8 +260,8 @@ class Attempt:
     def _judged(self, interruption: _Interruption) -> AttemptOutcome | None:
         """Let the first host that exits with an error decide the outcome, if only one host was interrupted.
 
-        If the service did not stop that host, the job has failed, and there is no other attempt. Otherwise, the service
-        stops the other hosts.
+        If the service did not stop that host, the job has failed, and there is no further attempt. Otherwise, the
+        service stops the other hosts.
         """
         first = self._first_failed()
         if interruption.fault.host is None or first is None or first in interruption.killed:
@@ -317,7 +317,7 @@ class Attempt:
         self._changed.clear()
 
     def _stop(self) -> None:
-        """Send SIGTERM, then wait a few seconds or until a second signal; ``run`` kills the remaining processes."""
+        """Send SIGTERM, then wait a few seconds or until a second signal arrives; ``run`` kills what remains."""
         running = self._running()
         for host in running:
             host.terminate()

@@ -27,7 +27,8 @@ from lightning_sm.job.variables import CONTROL_DIR, DEVICES, MAIN_PORT
 _PROCESSES = ProcessRuntime()
 # Loopback addresses from 127.0.0.2.
 _MAX_HOSTS = 253
-# Ports are derived from the name, out of 10000. If this many names have no free ports, something else is wrong.
+# A job's ports are derived from its name, out of 10000 ports. If this many names have no free ports, something else is
+# wrong.
 _NAME_ATTEMPTS = 50
 _CHANNEL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # API_Channel
 _CHANNEL_CONFIG = {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
@@ -130,7 +131,7 @@ class LocalCluster:
         self.main_host = next(host for host in self.hosts if host.name == topology.main_host)
         seen_as = self.runtime.base_dir(self.main_host.folder)
         if seen_as != self.main_host.folder and seen_as.is_relative_to(self.job_dir):
-            # Most paths in the log come from the main host: let the user open them.
+            # Let the user open the paths in the log, most of which come from the main host.
             seen_as.unlink(missing_ok=True)
             seen_as.symlink_to(self.main_host.folder.name)
 
@@ -204,7 +205,7 @@ def _name_with_ports(
 def _topology(groups: Sequence[InstanceGroup], shared: Mapping[str, str], name: str) -> Topology:
     resources = json.dumps(resource_config_of(groups, groups[0].hosts[0]))
     env = {**shared, "SM_RESOURCE_CONFIG": resources, "TRAINING_JOB_NAME": name}
-    # The base folder does not exist, so the job is read from the variable.
+    # The base folder does not exist, so the job is read from the environment variable.
     job = SageMakerJob.from_environment(env, base_dir=name)
     if job is None:
         raise JobConfigError(f"The job {name} has no hosts.")

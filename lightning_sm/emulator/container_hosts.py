@@ -37,7 +37,7 @@ from lightning_sm.job.variables import HOST_FOLDER
 _ML = "/opt/ml"
 # The subfolders to mount in a container. /opt/ml as a whole would hide the image's code.
 _FOLDERS = ("input", "model", "output", CONTROL, CHECKPOINTS)
-# Where containers see the folder of code that is passed to the runtime.
+# Where containers see the code folder that is passed to the runtime.
 CODE_DIR = f"{_ML}/code"
 _LAUNCHER = "lightning-sm"
 # A user unknown to the image has neither a home nor a name, but PyTorch and Matplotlib ask for both.
@@ -81,7 +81,7 @@ class ContainerHost(EmulatedHost):
         return any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
     def terminate(self) -> None:
-        """Send SIGTERM to process 1 once it is not frozen; kill a container that does not listen yet."""
+        """Send SIGTERM to process 1 as soon as it is not frozen; kill a container that does not yet listen for it."""
         if self._is_frozen:  # a signal from Docker would resume the container
             self._is_told = True
         elif not (self.listens() and tell(self._container, "kill", "--signal", "TERM")) and self.exit_code is None:
@@ -104,7 +104,7 @@ class ContainerHost(EmulatedHost):
         """Kill the container: when process 1 dies, the kernel kills all others."""
         self._is_killed = True
         if not tell(self._container, "kill") and self.exit_code is None:
-            # The container has exited, or will never start, in which case its client may wait for it.
+            # The container has exited, or will never start; in the latter case, Docker's client may still wait for it.
             tell(self._container, "rm", "--force")
         self.waiter.join(timeout=_KILL_S)  # wait for the exit code
 
@@ -140,12 +140,12 @@ class ContainerRuntime(HostRuntime):
         self._code = code
         self._copies_code = copies_code
         self._entry_point = entry_point(image)
-        # On Linux, files of a container's root belong to root: another user's agent could not upload checkpoints.
+        # On Linux, files from a container's root belong to root, and another user's agent could not upload checkpoints.
         is_foreign = os.getuid() != 0 and not maps_root()
         self._user = ["--user", f"{os.getuid()}:{os.getgid()}"] if is_foreign else []
 
     def check_command(self, command: Sequence[str]) -> None:
-        """Reject a script that is outside the code's folder, or if the image's entry point accepts no script.
+        """Reject a script outside the code folder, or any script if the image's entry point accepts none.
 
         Raises:
             ScriptError: The script cannot be read or parsed, or is elsewhere.
@@ -186,7 +186,7 @@ class ContainerRuntime(HostRuntime):
 
     @contextlib.contextmanager
     def running(self, job_dir: Path) -> Iterator[None]:
-        """Create the network of a job, then remove it with all containers, even if this process dies."""
+        """Create a job's network; remove it and all containers on exit, even if this process dies."""
         name = job_dir.name
         with guarded(job_dir, containers_of=name):
             try:
@@ -230,7 +230,7 @@ def _variables(env: Mapping[str, str]) -> Iterator[tuple[list[str], dict[str, st
     """Pass variables to a container without showing their values, which may be secret, on a command line.
 
     Yields:
-        Options for ``docker create``, and the variables that its client needs for them.
+        Options for ``docker create``, and the environment variables that Docker's client needs for these options.
     """
     # The file has one variable per line. Pass values with several lines through the client's environment.
     several_lines = {name: value for name, value in env.items() if "\n" in value}
@@ -245,5 +245,5 @@ def _container_name(job: str, host: str) -> str:
 
 
 def _client_environment(host: LocalHost) -> dict[str, str]:
-    """Return the environment of Docker's client, which lets the guard find it."""
+    """Return an environment for Docker's client by which the guard can find the client."""
     return {**os.environ, HOST_FOLDER.name: str(host.folder)}

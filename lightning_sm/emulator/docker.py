@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from lightning_sm._linux import CONTAINERS_SHARE_KERNEL
 from lightning_sm.errors import ContainerError
 
-# Docker answers these commands in less than a second, but may take several to create a container on a busy machine.
+# Docker answers these commands in less than a second, but may take several seconds to create a container on a
+# busy machine.
 _TIMEOUT_S = 120.0
 _JOB_LABEL = "lightning-sm.job"
 # The states in which a container accepts commands.
@@ -84,7 +85,7 @@ def tell(container: str, *command: str, then: Sequence[str] = ()) -> bool:
 
 
 def state_of(container: str) -> str:
-    """Return the state of a container, such as created, running, paused or exited; empty if it does not exist.
+    """Return the state of a container, such as created, running, paused or exited; empty if there is no such container.
 
     Raises:
         ContainerError: Docker does not answer.

@@ -1,4 +1,4 @@
-"""Faults to inject: the syntax of ``--fault``, its checks, and which faults are due. Rules without I/O."""
+"""The faults to inject: the syntax of ``--fault``, the checks of its values, and when a fault is due. No I/O."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Fault:
         local_rank: The local rank of the training process.
         not_before: The fault is due when the attempt has reached all three numbers of this moment.
         at_start: Whether the fault is due as soon as its target runs.
-        seconds: ``for``, ``skew``, or the delay; None if not given.
+        seconds: The value of ``for`` or ``skew``, or the delay of ``late``; None if not given.
     """
 
     text: str
@@ -112,7 +112,7 @@ class Fault:
     seconds: float | None = None
 
     def is_due(self, moment: Moment) -> bool:
-        """Return whether the attempt has reached the fault."""
+        """Return whether the attempt has reached the moment of the fault."""
         return (
             moment.seconds >= self.not_before.seconds
             and moment.step >= self.not_before.step
@@ -126,7 +126,7 @@ class FaultSettings:
 
     Attributes:
         faults: All faults.
-        grace_s: Seconds between SIGTERM and SIGKILL of an interruption.
+        grace_s: Seconds between SIGTERM and SIGKILL in an interruption.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -144,7 +144,7 @@ class FaultSettings:
 
 
 def parse(text: str) -> Fault:
-    """Parse the value of one ``--fault``.
+    """Parse the value of one ``--fault`` option.
 
     Raises:
         JobConfigError: The kind is unknown, or the text does not have the form required for its kind.

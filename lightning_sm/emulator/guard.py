@@ -13,7 +13,7 @@ import psutil
 from lightning_sm.emulator.docker import remove_job
 from lightning_sm.emulator.processes import processes_below, signal_process
 
-# Between two checks for processes that are still alive after SIGKILL.
+# Seconds between two checks for processes that are still alive after SIGKILL.
 _POLL_S = 1.0
 
 

@@ -29,7 +29,7 @@ class EmulatedHost(ABC):
     Args:
         host: The host.
         command: Starts a local process that has the host's output and exit code.
-        env: The environment of this process.
+        env: The environment of that local process.
         output: Receives the host's lines.
         changed: Set when the host has exited.
 
@@ -120,7 +120,8 @@ class EmulatedHost(ABC):
     def listens(self) -> bool:
         """Return whether the launcher would receive SIGTERM as process 1 of a container, as on the service.
 
-        The kernel drops signals for which process 1 has no handler ("man 7 pid_namespaces"). True if this is unknown.
+        The kernel drops signals for which process 1 has no handler ("man 7 pid_namespaces"). If the handlers are
+        unknown, the result is True.
         """
 
     @abstractmethod
@@ -145,7 +146,7 @@ class EmulatedHost(ABC):
 
     @abstractmethod
     def kill_process(self, pid: int) -> None:
-        """Send SIGKILL to one process, unless it has exited, by its process id as the host sees it."""
+        """Send SIGKILL to the process that has this id on the host, unless the process has exited."""
 
     def pid_of_rank(self, local_rank: int) -> int | None:
         """Return the process id of a local rank from its heartbeat, or None if it has not reported yet.
@@ -163,7 +164,7 @@ class EmulatedHost(ABC):
         """Whether a signal killed the launcher."""
 
     def _wait(self) -> None:
-        # One thread per host makes the times exact: when several hosts fail, the first has the cause.
+        # One thread per host makes the exit times exact: if several hosts fail, the first one to exit has the cause.
         self.process.wait()
         self.ended_at = time.monotonic()
         if self.agent is not None:
@@ -191,10 +192,10 @@ class HostRuntime(ABC):
 
     @abstractmethod
     def shared_environment(self, spec: ClusterSpec) -> dict[str, str]:
-        """Return the environment of all hosts."""
+        """Return the environment variables that all hosts share."""
 
     def host_environment(self, folder: Path) -> dict[str, str]:
-        """Return additional variables of one host.
+        """Return additional variables for one host.
 
         Args:
             folder: Folder of the host, in the job's folder.
@@ -231,7 +232,7 @@ class HostRuntime(ABC):
 
     @abstractmethod
     def running(self, job_dir: Path) -> AbstractContextManager[object]:
-        """Return a context in which to run a job; nothing of it outlives the context or this process.
+        """Return a context in which to run a job; no part of the job outlives the context or this process.
 
         Args:
             job_dir: Folder of the job, named after the job.

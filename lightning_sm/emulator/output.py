@@ -13,7 +13,7 @@ from lightning_sm.emulator.spec import LocalHost
 
 # ANSI colours that are readable on dark and light terminals.
 _COLOURS = (36, 33, 35, 32, 34, 31)
-# Split longer lines, because one without an end would fill the memory.
+# Split longer lines, because a line without an end would fill the memory.
 _MAX_LINE_BYTES = 64 * 1024
 
 

@@ -1,10 +1,10 @@
 """A mount namespace for each emulated host, so that no host sees another's files, as on the service.
 
-Each host sees its folder at the same path, like ``/opt/ml``. If rank 0 sends a path to other ranks, it therefore names
-*their* files, or none. Files outside the job's folder (the script, packages, input channels) are shared with the
+Each host sees its folder at the same path, like ``/opt/ml``. If rank 0 sends a path to other ranks, that path therefore
+names *their* files, or none. Files outside the job's folder (the script, packages, input channels) are shared with the
 machine.
 
-``python -m lightning_sm.emulator.own_disk JOB_DIR HOST_DIR COMMAND...`` runs a command in such a namespace. It needs
+``python -m lightning_sm.emulator.own_disk JOB_DIR HOST_DIR COMMAND...`` runs a command in such a namespace. This needs
 root, or a kernel that lets users create user namespaces.
 """
 
@@ -92,12 +92,12 @@ def _enter(job_dir: Path, host_dir: Path) -> None:
 
     # Without this, root's mounts would also appear on the machine.
     mount("none", Path("/"), None, _MS_REC | _MS_SLAVE)
-    host = os.open(host_dir, os.O_PATH)  # keeps it reachable while the job's folder is hidden
+    host = os.open(host_dir, os.O_PATH)  # keeps the host's folder reachable while the job's folder is hidden
     options = _MS_NOSUID | _MS_NODEV
     mount("tmpfs", job_dir, b"tmpfs", options, b"mode=0700")  # the mode of the hidden folder
     (job_dir / _ML).mkdir()
     mount(f"/proc/self/fd/{host}", job_dir / _ML, None, _MS_BIND)
-    # Make it read-only: files that a host writes beside its folder would be lost silently.
+    # Make the job's folder read-only, because files that a host writes beside its own folder would be lost silently.
     mount("tmpfs", job_dir, None, options | _MS_REMOUNT | _MS_BIND | _MS_RDONLY)
     os.close(host)
     if _SHARED_MEMORY.is_dir():

@@ -14,8 +14,8 @@ from lightning_sm.job.variables import MAIN_PORT
 def reserve_ports(topology: Topology) -> contextlib.ExitStack:
     """Reserve a job's ports against other emulated jobs, even before its hosts listen on them.
 
-    For each TCP port, this binds the UDP port of the same number, which nothing else in the job uses. Like the TCP
-    port, it belongs to this machine or its network namespace, and is free again once its process exits.
+    For each TCP port, this binds the UDP port with the same number, which nothing else in the job uses. Like the TCP
+    port, the UDP port belongs to this machine or its network namespace, and becomes free when the process exits.
 
     Returns:
         The reservation; close it to release the ports.
@@ -31,7 +31,7 @@ def reserve_ports(topology: Topology) -> contextlib.ExitStack:
 
 
 def _listeners(topology: Topology) -> dict[int, tuple[str, str]]:
-    """Return the listener on each port and its host; a data host and a launcher may share a port number."""
+    """Return the name and host of the listener on each port. A data host and a launcher may share a port number."""
     listeners = {topology.main_port: ("rank 0", topology.main_host)}
     if len(topology.trainer_hosts) + len(topology.data_hosts) > 1:
         listeners[topology.peers_port] = ("the launcher", topology.main_host)

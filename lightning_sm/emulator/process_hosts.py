@@ -34,13 +34,13 @@ from lightning_sm.job.rank_starter import RANK_VARIABLES
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import HOST_ADDRESSES, HOST_FOLDER, INSTALL_REQUIREMENTS, PREFIX, Install
 
-# Time for processes to exit after SIGKILL, needed only by one that waits for a disk or a network folder.
+# Time for processes to exit after SIGKILL, needed only by a process that waits for a disk or a network folder.
 _KILL_S = 5.0
 # Time for processes to stop after SIGSTOP. Limited, because a process never stops while it waits for a stopped child to
 # start a program.
 _FREEZE_S = 1.0
 _POLL_S = 0.01
-# Between two checks for processes that are still alive after SIGKILL.
+# Seconds between two checks for processes that are still alive after SIGKILL.
 _LEFT_POLL_S = 0.1
 # Variables that a launcher, a toolkit or another job may have left in this shell. They would mislead the hosts.
 _LEAKING_PREFIXES = (PREFIX, "MASTER_", "OMPI_", "PMI", "SAGEMAKER_", "SLURM_", "SM_", "TORCHELASTIC_", "TRAINING_JOB_")
@@ -160,7 +160,7 @@ class ProcessRuntime(HostRuntime):
             **default_variables(spec),
             **inherited,
             "CUDA_VISIBLE_DEVICES": "",
-            # Turns off Apple's GPU in Lightning (accelerators/mps.py), which refuses to train there on several hosts.
+            # Turn off Apple's GPU (see Lightning's accelerators/mps.py): Lightning refuses to use it on several hosts.
             "DISABLE_MPS": "1",
             "SM_NUM_GPUS": "0",
             "PYTHONUNBUFFERED": "1",
@@ -176,7 +176,7 @@ class ProcessRuntime(HostRuntime):
         return {"SAGEMAKER_BASE_DIR": str(self.base_dir(folder)), HOST_FOLDER.name: str(folder)}
 
     def base_dir(self, folder: Path) -> Path:
-        """Return the path at which a host sees its folder, which is the same for all hosts with separate disks."""
+        """Return the path at which a host sees its folder, the same path for all hosts if they have separate disks."""
         return own_disk.base_dir(folder.parent, folder)
 
     def add_channel(self, path: Path, source: Path) -> None:

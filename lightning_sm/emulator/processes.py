@@ -16,8 +16,8 @@ def processes_of_job(job_dir: Path) -> list[psutil.Process]:
     """Return the descendants of this process, orphans included.
 
     Args:
-        job_dir: Folder of the job. On systems that cannot adopt orphans, these are found by their environment, which
-            names a host's folder in it.
+        job_dir: Folder of the job. On systems that cannot adopt orphans, orphans are found by their environment,
+            which names a host's folder inside the job's folder.
     """
     processes = psutil.Process().children(recursive=True)
     if not ADOPTS_ORPHANS:

@@ -34,7 +34,7 @@ def default_parent() -> Path:
     thereby run code.
 
     Raises:
-        OutputDirectoryError: It cannot be created, or another user owns it or can write there.
+        OutputDirectoryError: The folder cannot be created, or another user owns it or can write there.
     """
     path = Path(tempfile.gettempdir()) / f"lightning-sm-{os.getuid()}"
     try:
@@ -62,10 +62,10 @@ def create_run_folder(path: Path) -> int:
         path: The folder.
 
     Returns:
-        A file descriptor. The run is in use until it is closed or this process exits.
+        A file descriptor. The run counts as in use until the descriptor is closed or this process exits.
 
     Raises:
-        OSError: It cannot be created.
+        OSError: The folder cannot be created.
     """
     path.mkdir(_ONLY_OWNER, parents=True)
     lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -74,7 +74,7 @@ def create_run_folder(path: Path) -> int:
 
 
 def remove_old_runs(base_dir: Path) -> None:
-    """Remove all but the newest runs, unless they are in progress: their checkpoints would fill the disk unnoticed.
+    """Remove all but the newest runs and those in progress, because old checkpoints would fill the disk unnoticed.
 
     Args:
         base_dir: The parent of the runs. Its other files and folders are kept.

@@ -63,7 +63,7 @@ class LocalHost:
         role: Its role in the job.
         folder: The folder that takes the place of ``/opt/ml``, as the emulator sees it.
         env: The environment of its processes, with paths as the host sees them.
-        channels: Folder of each input channel that it sees, as the emulator sees the folder.
+        channels: Folder of each input channel of the host's group, as the emulator sees it.
         bucket: The folder that stands for S3, to which an agent uploads the checkpoints, or None.
         upload_delay_s: How long the upload of a file takes, in seconds.
     """

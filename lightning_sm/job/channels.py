@@ -11,7 +11,7 @@ from lightning_sm.errors import ChannelError
 _MAIN_CHANNELS = ("training", "train")
 # The names that LightningDataModules and torchvision datasets give to the folder of the data.
 _MAIN_PARAMETERS = ("data_dir", "root")
-# The names of each split of the data. SageMaker's built-in algorithms use "train", "validation" and "test".
+# The names for each split of the data. SageMaker's built-in algorithms use "train", "validation" and "test".
 _SPLITS = (_MAIN_CHANNELS, ("val", "validation", "valid"), ("test", "testing"))
 # The channel that holds configuration files instead of data (see ``hyperparameters.to_argv``).
 CONFIG_CHANNEL = "config"
@@ -40,11 +40,12 @@ def route(
     """Assign each channel to an argument.
 
     Entries of ``mapping`` take precedence. Otherwise, channel ``x`` goes to the DataModule's parameter ``x_dir``, where
-    ``x`` may be any name of the same split: ``train`` and ``training``; ``val``, ``validation`` and ``valid``; ``test``
-    and ``testing``. Failing that, ``training``, ``train`` or the only channel goes to ``data_dir`` or ``root``.
+    ``x`` may also be another name for the same split: ``train`` and ``training``; ``val``, ``validation`` and
+    ``valid``; ``test`` and ``testing``. Failing that, ``training``, ``train`` or the only channel goes to ``data_dir``
+    or ``root``.
 
     Args:
-        channels: Names of the channels of this host.
+        channels: Names of this host's channels.
         parameters: Names of the DataModule's parameters.
         mapping: Channel name to argument: a parameter of the DataModule, or a dotted key such as ``model.weights``.
         all_channels_known: False in a heterogeneous job, where other groups may have channels that this host lacks.
@@ -61,7 +62,8 @@ def route(
         )
     channel_of: dict[str, str] = {}
     unused = []
-    # Assign mapped channels first, then channels with a parameter of the same name; the others get what remains.
+    # Assign mapped channels first, then channels with a parameter of the same name; the other channels get the
+    # parameters that remain.
     for name in sorted(names, key=lambda name: (name not in mapping, f"{_identifier(name)}_dir" not in parameters)):
         if name in mapping:
             key = _mapped_key(name, mapping[name], parameters)

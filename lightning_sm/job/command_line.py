@@ -51,7 +51,7 @@ def secret_options(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def without_options(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the arguments without the options of these names."""
+    """Return the arguments without the options that have these names."""
     return [argument for argument in arguments if "=" not in argument or _option_name(argument) not in names]
 
 
@@ -63,7 +63,7 @@ def with_options_of_job(
     Args:
         arguments: Arguments of this process, without the program.
         names: Names of the options that the launcher left out.
-        job: The facts, with the values.
+        job: The facts of the job, with the values of these options.
         directory: Base folder for relative paths of config files.
     """
     options = [argument for argument in job_arguments(job, directory) if argument.startswith("-")]
@@ -82,8 +82,8 @@ def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
     """Return whether sagemaker-training or an SDK v3 driver built a command line from the job's hyperparameters.
 
     Both write a ``--name value`` pair for each hyperparameter and lose types (None becomes an empty string, a dict
-    ``a=1,b=2``), which ``job_arguments`` keeps. If values differ, the script's author wrote them (``run.sh``: ``python
-    train.py --data.batch_size 64``): they take precedence, and a log line names them.
+    ``a=1,b=2``), which ``job_arguments`` keeps. A value that differs was written by the script's author (``run.sh``:
+    ``python train.py --data.batch_size 64``). Such values take precedence, and a log line names them.
 
     Args:
         argv: Arguments of this process, without the program.

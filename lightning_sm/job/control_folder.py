@@ -1,11 +1,12 @@
 """The control folder, through which the processes of a script report their progress to the launcher.
 
 The launcher sets its path in ``LIGHTNING_SM_CONTROL_DIR``. Each training process, and the main process of a data host,
-creates a file there. The file's existence asks for the gentle signal when the job is stopped; its content is the
-process's progress. Without the launcher (the stock toolkit, a laptop), there is no folder and nothing is written.
+creates a file there. The file's existence asks the launcher for the gentle signal when the job is stopped; the file's
+content is the process's progress. Without the launcher (the stock toolkit, a laptop), there is no folder and nothing is
+written.
 
-Files of the folder: ``process-<pid>`` (one line, see ``Beat``), ``stacks-<pid>`` (written by faulthandler on request),
-``saved.jsonl`` (the checkpoints of an interruption), ``failure-<pid>.json`` (see ``job/failure_file.py``),
+Files in the folder: ``process-<pid>`` (one line, see ``Beat``), ``stacks-<pid>`` (written by faulthandler on request),
+``saved.jsonl`` (the checkpoints saved in an interruption), ``failure-<pid>.json`` (see ``job/failure_file.py``),
 ``options-read`` (a process has read the options that its command line lacks) and ``peers-gone`` (another host, or
 another rank on this host, has failed).
 """
@@ -31,8 +32,8 @@ from lightning_sm.job.failure_file import PREFIX as FAILURE
 from lightning_sm.job.failure_file import SUFFIX as FAILURE_SUFFIX
 from lightning_sm.job.variables import CONTROL_DIR
 
-# Asks a process for the stacks of its threads. faulthandler handles it in C, even while Python code cannot run. A
-# real-time signal, because no library uses these; macOS has none.
+# Asks a process for the stacks of its threads. faulthandler handles it in C, even while Python code cannot run. It is a
+# real-time signal, because no library uses those; macOS has none.
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1 - 2) + 2
 _PROCESS = "process-"
 _STACKS = "stacks-"
@@ -114,9 +115,9 @@ class OwnProcess:
         self.beat()
 
     def handle_stacks_signal(self) -> None:
-        """Write stacks on ``STACKS_SIGNAL``; call this again if another handler has replaced the first."""
+        """Have stacks written on ``STACKS_SIGNAL``; call this again if another handler has replaced this one."""
         # Also install a Python handler: at the end of each Trainer call, Lightning restores the Python handlers of all
-        # signals. That would remove faulthandler's, and the signal would kill the process.
+        # signals. Without one, faulthandler's handler would be removed, and the signal would kill the process.
         if threading.current_thread() is threading.main_thread():
             signal.signal(STACKS_SIGNAL, self._write_stacks)
         write_stacks_on_signal(self._stacks)
@@ -195,7 +196,7 @@ def _announced(_pid: int, folder: Path) -> OwnProcess:
 
 
 class ControlFolder:
-    """The launcher's side of the folder; a context manager that removes it.
+    """The launcher's side of the folder; a context manager that removes the folder on exit.
 
     Args:
         path: The folder, which must exist.

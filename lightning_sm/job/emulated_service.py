@@ -14,7 +14,7 @@ DEFAULT_INSTANCE_TYPE = "ml.m5.xlarge"
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """One instance group as requested.
+    """An instance group, as the user requests it.
 
     Attributes:
         name: Name of the group; a name that starts with "data" makes its hosts serve data.

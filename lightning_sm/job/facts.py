@@ -119,8 +119,8 @@ class SageMakerJob:
         hosts: Names of all hosts, in the order of the source (the service sorts them as text).
         groups: Instance groups; exactly one in a homogeneous job.
         source: File or variable that the hosts came from, for error messages.
-        has_own_file: Whether the hosts came from the file, which always belongs to this host. Variables may be those of
-            rank 0, passed on by mpirun.
+        has_own_file: Whether the hosts came from ``resourceconfig.json``, which always belongs to this host. Variables
+            may be those of rank 0, passed on by mpirun.
         base_dir: The folder that SageMaker calls ``/opt/ml``.
         network_interface: Interface named by the service. It may not exist (SDK v3 writes one that does not).
         channels: Input channels of this host, by name.
@@ -130,7 +130,7 @@ class SageMakerJob:
         tensorboard_dir: Folder that is uploaded during training, or None if the job has no TensorBoard output.
         name: Name of the training job, if known.
         run_key: 32 hexadecimal digits by which loggers recognise the job: the same in every attempt, but different for
-            a job of the same name in another account or region. None if the name is unknown.
+            a job of the same name in another account or region. None if the job's name is unknown.
         num_gpus: Number of NVIDIA GPUs of this host.
         addresses: IP address by host name, for hosts whose names do not resolve (``LIGHTNING_SM_HOST_ADDRESSES``).
         data_groups: Groups that serve data (``LIGHTNING_SM_DATA_GROUPS``), or None to choose by rule.
@@ -207,7 +207,7 @@ class SageMakerJob:
 
     @property
     def code_dir(self) -> Path:
-        """Folder of the user's code by the convention of sagemaker-training."""
+        """Folder of the user's code, by the convention of sagemaker-training."""
         return self.base_dir / "code"
 
     @classmethod
@@ -217,7 +217,8 @@ class SageMakerJob:
         """Read the facts of the job that this process runs in.
 
         Hosts and groups come from ``resourceconfig.json``, else ``SM_RESOURCE_CONFIG``, else ``SM_HOSTS`` and
-        ``SM_CURRENT_HOST``. Only the file always belongs to this host, because mpirun passes rank 0's variables to all.
+        ``SM_CURRENT_HOST``. Only the file always belongs to this host, because mpirun passes rank 0's variables to all
+        hosts.
 
         Args:
             env: Environment variables.
@@ -275,7 +276,8 @@ def _checkpoint_dir(
 ) -> Path | None:
     """Return the checkpoint folder; in a tuning job, a subfolder for this training job.
 
-    All training jobs of a tuning job have the same address in S3, so one would resume from another's checkpoint.
+    All training jobs of a tuning job have the same address in S3; without subfolders, one would resume from another's
+    checkpoint.
     """
     folder = _local_path(checkpoint, base / "checkpoints")
     return folder / name if folder is not None and name is not None and is_tuned(hyperparameters) else folder

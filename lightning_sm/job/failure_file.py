@@ -1,11 +1,11 @@
 """The failure file of a process, ``failure-<pid>.json`` in the control folder, with the exception that ended it.
 
-The process writes it from its exception hook, where the exception is an object: its type decides whether it was caused
-by the exit of another process, and whether it would recur. The launcher reads it when the script has failed. An empty
-file is a promise to report an exception. If a process exits and its file is still empty, a signal killed it, or it
-called ``sys.exit`` or ``os._exit``.
+The process writes the file from its exception hook, where the exception is still an object: its type tells whether
+another process's exit caused the exception, and whether the exception would recur. The launcher reads the file when the
+script has failed. An empty file is a promise to report an exception. If a process exits and its file is still empty,
+the process was killed by a signal, or called ``sys.exit`` or ``os._exit``.
 
-The file has the format of ``torch.distributed.elastic``. A rank started by torchrun also writes it to
+The file has the format of ``torch.distributed.elastic``. A rank started by torchrun also writes the same content to
 ``TORCHELASTIC_ERROR_FILE``, so that torchrun shows the exception with which the job failed.
 """
 
@@ -40,7 +40,7 @@ _MAX_LINE_CHARS = 2000
 # Errors of this package that are due to a contradiction in the job. Others are about a host, a port or a file, and may
 # not recur.
 _CONTRADICTIONS = (ValueError, ImportError, errors.NeedsLinuxError)
-# Raised because another process has exited or told this one to exit. By name, so as not to import torch.
+# Exceptions raised because another process has exited or told this one to exit; by name, to avoid importing torch.
 _OF_OTHER_PROCESSES = ("SIGTERMException", "ProcessRaisedException")
 _LOST_CONNECTIONS = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError, KeyboardInterrupt)
 # Gloo, NCCL and TCPStore have no exception type for a lost peer. NCCL may name it on any line.
@@ -61,11 +61,11 @@ class ProcessFailure(Struct, frozen=True, forbid_unknown_fields=False):
         at: Time of the report in seconds of ``time.monotonic``, which all processes of a host share.
         lines: Type and message as Python prints them.
         frames: The frames, innermost last.
-        is_consequence: Whether it was raised because another process had exited.
-        is_permanent: Whether it would recur in a restarted script.
-        is_passed_on: Whether it was raised on a data host, which ``lines`` names.
-        dead_children: Process ids and exit codes (-n for signal n) of children that had exited before. Nobody else can
-            read them once this process has waited for the children, as it does when it exits.
+        is_consequence: Whether the exception was raised because another process had exited.
+        is_permanent: Whether the exception would recur in a restarted script.
+        is_passed_on: Whether the exception was raised on a data host, which ``lines`` names.
+        dead_children: Process ids and exit codes (-n for signal n) of children that had already exited. Once this
+            process has waited for its children, as it does when it exits, nobody else can read these codes.
         message: The exception in torchrun's format.
     """
 
@@ -86,7 +86,8 @@ class ProcessFailure(Struct, frozen=True, forbid_unknown_fields=False):
         cause = next((link for link in chain if not followed_from_another(link)), error)
         lines, frames = _described(cause)
         is_consequence = followed_from_another(cause)
-        # torchrun blames the failure with the earliest second, then the lowest rank, so date consequences later.
+        # torchrun blames the failure with the earliest time in whole seconds, then the lowest rank, so date
+        # consequences later.
         at = str(int(time.time()) + is_consequence)
         return cls(
             rank=rank,
@@ -130,7 +131,7 @@ def is_lost_peer(text: str) -> bool:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and its causes and contexts as Python prints them, the last first."""
+    """Return an exception, then the causes and contexts that Python would print above it, nearest first."""
     chain: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in chain:
@@ -191,7 +192,7 @@ class FailureReporter:
             self._hook(kind, error, trace)
 
     def report(self, error: BaseException) -> None:
-        """Write the exception that ends this process; do nothing in a fork, whose parent handles its failure."""
+        """Write the exception that ends this process; in a forked process, leave that to the parent."""
         if os.getpid() != self._pid:
             return
         rank = self.rank()
@@ -206,7 +207,7 @@ class FailureReporter:
             self._reported = None
 
     def close(self) -> None:
-        """Stop reporting; if another hook has wrapped this one, this one stays installed."""
+        """Stop reporting; this hook stays installed if another hook has wrapped it."""
         _reporters.pop((self._pid, self._own, self._torchs), None)
         atexit.unregister(self._at_exit)
         self._pid = 0
@@ -214,11 +215,11 @@ class FailureReporter:
             sys.excepthook = self._hook
 
     def keep(self) -> None:
-        """Keep the report even if the process exits in another way, such as by a signal."""
+        """Keep the report even if something else, such as a signal, ends the process."""
         self._is_kept = True
 
     def _at_exit(self) -> None:
-        """Report an exception that another hook did not pass on; withdraw one that did not end the process."""
+        """Report an exception that another hook did not pass on; withdraw the report if the process survived it."""
         error: BaseException | None = getattr(sys, "last_value", None)  # Python sets it only for an uncaught exception
         if error is None and not self._is_kept:
             self.withdraw()
@@ -235,7 +236,7 @@ class FailureReporter:
                     path.unlink()  # torchrun fails on an empty file
             except FileNotFoundError:  # the reader has exited and removed its folder
                 continue
-            except OSError as error:  # perhaps a full disk; do not raise, which would hide the failure itself
+            except OSError as error:  # perhaps a full disk; raising would hide the failure itself
                 for file in (new, path):
                     with contextlib.suppress(OSError):
                         file.unlink()  # the launcher then reads the reason from stderr

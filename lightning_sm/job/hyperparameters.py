@@ -10,7 +10,7 @@ SDK v2, framework or ``source_dir``      null      {"a": null}          "a b" (q
 SDK v3, ``ModelTrainer``                 null      {"a": null}          a b              0.001
 =======================================  ========  ===================  ===============  ===========
 
-``to_argv`` undoes any of them, without knowing which one it was and with as few changes as possible:
+``to_argv`` undoes any of these conversions without knowing which one was used, and changes as little as possible:
 
 1. If *every* value is valid JSON, the job was started the second way, and JSON strings lose their quotes. The text
    between the quotes is final: the rules below do not change it. In a tuning job, the service writes the values that it
@@ -25,11 +25,11 @@ No rule can restore what the text does not contain:
 
 - With SDK v3 and the generic Estimator, a string that reads like a value of rules 2 and 3 ("None", "nan", "('a', 1)")
   is taken for that value.
-- With these two, if all values happen to be valid JSON, strings that are themselves in double quotes lose them.
-- Python's ``{'a': nan}`` or ``{'a': inf}`` (generic Estimator) is unchanged: these are names, not literals.
+- With either of these, if all values happen to be valid JSON, strings that are themselves in double quotes lose these.
+- Python's ``{'a': nan}`` or ``{'a': inf}`` (generic Estimator) is unchanged: ``nan`` and ``inf`` are names there.
 - Keys of dicts become strings, as JSON requires, and tuples become lists.
 - The string "null" and None are the same for an ``Optional[str]`` parameter: jsonargparse has no quoting there.
-- The string "--" as a whole value reaches no option: argparse removes it in Python 3.11 and 3.12.1 (not in 3.13).
+- A value that is just "--" reaches no option: argparse removes it in Python 3.11 and 3.12.1 (not in 3.13).
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def encode(config: Mapping[str, Any]) -> dict[str, str]:
     """Convert a configuration to hyperparameters from which ``to_argv`` restores it.
 
     Use it with the generic Estimator and ``ModelTrainer``, which pass strings on unchanged. Framework estimators encode
-    values themselves, so pass them the values instead. Add nothing to the result: a value that is not JSON would turn
-    the quotes of all others into text (rule 1 above).
+    values themselves, so pass them the values instead. Add nothing to the result, because a single value that is not
+    JSON would turn the quotes around all other values into text (rule 1 above).
 
     A nested dict remains one JSON value: only the script's parser can tell whether ``{"data": {"size": 3}}`` is a group
     of options, a class with ``init_args`` or the value of a dict parameter, and jsonargparse reads JSON for all three.
@@ -245,7 +245,7 @@ def _value(text: str, *, is_json: bool) -> Any:
 
 
 def _dump(value: Any) -> str:
-    """Return JSON that YAML reads as the same value, unlike ``json.dumps`` with nan and some characters."""
+    """Return JSON that YAML reads as the same value; with nan and some characters, ``json.dumps`` does not."""
     if isinstance(value, dict):
         texts = {key if isinstance(key, str) else json.dumps(key): _dump(item) for key, item in value.items()}
         return "{" + ", ".join(f"{_dump(key)}: {text}" for key, text in texts.items()) + "}"

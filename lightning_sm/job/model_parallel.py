@@ -18,7 +18,7 @@ from lightning_sm.job.hyperparameters import toolkit_value
 _HYPERPARAMETER = "mp_parameters"
 
 _SCHEDULES = {"interleaved": "1f1b", "simple": "gpipe"}
-# Orders of data, pipeline and tensor parallelism; the last letter's ranks are neighbours.
+# Orders of data (D), pipeline (P) and tensor (T) parallelism; the ranks of the last letter are neighbours.
 _PLACEMENTS = {
     **dict.fromkeys(("cluster", "DPT", "DTP", "TDP"), "cluster"),
     **dict.fromkeys(("spread", "PDT", "PTD", "TPD"), "spread"),
@@ -117,7 +117,8 @@ class ModelParallelism:
             world_size: Number of training processes.
 
         Raises:
-            StrategyError: The processes are not a whole number of replicas, or are several although ``ddp`` is not set.
+            StrategyError: The processes do not form a whole number of replicas, or form several although ``ddp`` is not
+                set.
         """
         if world_size % self.ranks or (world_size != self.ranks and not self.has_replicas):
             raise StrategyError(

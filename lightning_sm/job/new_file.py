@@ -28,7 +28,7 @@ def write_new(file: Path, text: str) -> None:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write or replace a file atomically, so that a reader sees the old or the new one. Create its folder if necessary.
+    """Write or replace a file atomically (readers see the old or the new one); create its folder if necessary.
 
     Raises:
         OutputDirectoryError: The file cannot be written.

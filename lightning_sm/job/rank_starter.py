@@ -1,8 +1,8 @@
 """The program that started this process, and the ranks that it assigned.
 
 Pure logic over environment variables. Variables such as ``NODE_RANK`` or ``MASTER_ADDR`` linger in base images, shells
-and other launchers, so they are ignored without proof of the launcher that sets them (Lightning issues 5651 and 13639:
-stray values make every host "node 0", or hang the job).
+and other launchers, so they are ignored unless the launcher that sets them has demonstrably started this process
+(Lightning issues 5651 and 13639: stray values make every host "node 0", or hang the job).
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class RankStart:
             node_rank=_number(env, "GROUP_RANK", starter.value),
             devices=_number(env, "LOCAL_WORLD_SIZE", starter.value),
             world_size=_number(env, "WORLD_SIZE", starter.value),
-            # torchrun chooses both, and its agent already listens there. Our launcher uses those of the job.
+            # torchrun chooses address and port, and its agent already listens there. Our launcher uses those of the
+            # job.
             main_address=None if is_ours else env.get("MASTER_ADDR"),
             main_port=None if is_ours else _number(env, "MASTER_PORT", starter.value),
         )
@@ -123,8 +124,8 @@ def host_variables(job: SageMakerJob, topology: Topology) -> dict[str, str]:
     """Return the variables of a trainer host for scripts that create their process group themselves.
 
     ``LightningEnvironment`` detects a cluster by the same variables. If the number of processes per host is unknown, no
-    others may be set: with ``LOCAL_RANK``, Lightning would start no local ranks, and with ``RANK``, all local ranks
-    would have the same rank.
+    other rank variables may be set: with ``LOCAL_RANK``, Lightning would start no local ranks, and with ``RANK``, all
+    local ranks would have the same rank.
 
     Args:
         job: The facts of the job.
@@ -138,7 +139,7 @@ def host_variables(job: SageMakerJob, topology: Topology) -> dict[str, str]:
 
 
 def rank_variables(topology: Topology, devices: int, local_rank: int) -> dict[str, str]:
-    """Return the further variables of a rank that ``lightning-sm train`` starts; torchrun sets the same ones.
+    """Return the additional variables of a rank that ``lightning-sm train`` starts; torchrun sets the same ones.
 
     Args:
         topology: Roles and ranks of all hosts.

@@ -1,9 +1,9 @@
 """The redaction of options, hyperparameters and variables, which hides values that are secret by name or by form.
 
 A name is secret if one of its dotted parts ends in a secret word (``trainer.logger.init_args.api_key``, ``HF_TOKEN``,
-``db-password``), or contains one that has no other meaning (``secrets.hub``, ``my_secret_name``). ``tokenizer``,
-``num_tokens`` and ``token_dim`` end in other words, ``eos_token`` and similar names denote a piece of a vocabulary, and
-``image_key`` or ``sort_key`` an entry of a mapping.
+``db-password``), or contains one that has no other meaning (``secrets.hub``, ``my_secret_name``). Other names
+are not secret: ``tokenizer``, ``num_tokens`` and ``token_dim`` end in other words, ``eos_token`` and similar names
+denote a piece of a vocabulary, and ``image_key`` and ``sort_key`` denote an entry in a mapping.
 
 A value is secret by its form, whatever its name: ``//user:password@host``, ``Bearer ...``, the signature in a URL. Any
 other secret without such a name is shown, for example among positional arguments.
@@ -19,17 +19,17 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 
-# Words before "key" or "tokens" that make it secret. Any other key may be the key of a mapping.
+# Words that make a following "key" or "tokens" secret. Without them, a key may be the key of a mapping.
 _OPENING = (
     "access|account|admin|api|app|auth|client|consumer|decryption|deploy|encryption|gcp|gpg|hf|hmac|hub|kaggle|"
     "license|master|openai|pgp|private|refresh|rsa|secret|service|session|signing|ssh|storage|subscription|wandb"
 )
-# Secret ends of a part of a name, whose words are joined in lower case.
+# Endings that make a part of a name secret; the words of the part are joined in lower case.
 _SAYS_SECRET = re.compile(
     r"(?:token|authorization|connectionstring|(?:secret|password|passwd|passphrase|credential|webhook|"
     rf"(?:{_OPENING})(?:key|token))s?)\Z"
 )
-# Words that make a name secret anywhere in a part, unless it counts them ("passwords_per_second").
+# Words that make a name secret anywhere in a part, unless the part counts them ("passwords_per_second").
 _ALWAYS_SECRET = frozenset(
     [
         "secret",
@@ -94,8 +94,8 @@ def shown(name: str, value: Any, hidden: str | None = HIDDEN) -> Any:
         hidden: The replacement for secrets.
 
     Returns:
-        The value with ``hidden`` in place of secrets, and of texts that contain a named secret, such as JSON. None,
-        true and false are never secret.
+        The value with ``hidden`` in place of each secret, and of each text that contains a named secret, such as JSON.
+        None, true and false are never secret.
     """
     if is_secret(name):
         return value if _is_constant(value) or _is_size(name, value) else hidden
@@ -159,7 +159,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _is_size(name: str, value: Any) -> bool:
-    """Return whether this is a number below a model part whose name ends in "token"."""
+    """Return whether a value is a number and belongs to a model part whose name ends in "token"."""
     *parents, last = name.split(".")
     if _says_secret(last) or any(_says_secret(part) and not part.lower().endswith("token") for part in parents):
         return False

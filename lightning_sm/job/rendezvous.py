@@ -17,8 +17,8 @@ from lightning_sm.job.variables import MAIN_PORT
 
 logger = logging.getLogger(__name__)
 
-# As long as sagemaker-training waits for a job's host names (entry_point.py): the last host of a large cluster may
-# start minutes after the first.
+# sagemaker-training waits this long for a job's host names (entry_point.py): the last host of a large cluster may start
+# minutes after the first.
 RESOLVE_TIMEOUT_S = 15 * 60.0
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 30.0
@@ -71,7 +71,7 @@ def wait_for_host(
 
 
 def check_port_is_free(port: int, host: str, listener: str = "rank 0") -> None:
-    """Raise at once if a port is taken, or torch would leave the other hosts waiting for half an hour.
+    """Raise at once if a port is taken; otherwise, torch would leave the other hosts waiting for half an hour.
 
     Args:
         port: Port on which this process is about to listen.
@@ -79,7 +79,7 @@ def check_port_is_free(port: int, host: str, listener: str = "rank 0") -> None:
         listener: Name of the listener, for the error message.
 
     Raises:
-        PortInUseError: Another process listens on the port, or this process has no permission to.
+        PortInUseError: Another process listens on the port, or this process may not listen on it.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -16,7 +16,7 @@ def new_secret() -> dict[str, str]:
 
 
 def job_key(purpose: str, job: str, env: Mapping[str, str]) -> bytes:
-    """Return a key of a job, which does not reveal the job's secret or its keys for other purposes.
+    """Return a job's key for one purpose; it reveals neither the job's secret nor the keys for other purposes.
 
     Without a secret, anyone who knows the job's name can derive the key, which then only protects against accidental
     connections between jobs.

@@ -54,7 +54,7 @@ class OutcomeKind(Enum):
     FAILURE = "failure"
     HANG = "hang"  # the launcher killed the script because it made no progress
     INTERRUPTION = "interruption"  # exit code 143; all other hosts may be interrupted at the same moment
-    LOST = "lost"  # only of a job: the launcher of a trainer host vanished
+    LOST = "lost"  # only for a job: the launcher of a trainer host vanished
 
     @classmethod
     def of_exit_code(cls, exit_code: int) -> OutcomeKind:

@@ -21,7 +21,7 @@ from lightning_sm.job.variables import DATA_GROUPS, DEVICES
 # from the toolkits' ports (7777 torchrun, 7592 SMDDP).
 _FIRST_PORT = 20_000
 _NUM_PORTS = 10_000
-# The job's other ports are this far below the main port, outside its range and the ephemeral one.
+# The job's other ports are this far below the main port, outside the main port's range and the ephemeral range.
 _PEERS_BELOW_MAIN = 5_000
 _DATA_BELOW_MAIN = 10_000
 _FIRST_UNPRIVILEGED_PORT = 1024

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 # torch.distributed prefixes every line of an uncaught exception with its rank. A progress bar without a newline may
-# precede it.
+# precede the prefix.
 RANK = re.compile(r"^\[rank(\d+)\]: ?")
 START = re.compile(r"(\[rank(?P<rank>\d+)\]: )?(?:Original )?Traceback \(most recent call last\):\s*$")
 EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:: .*|:)?$")

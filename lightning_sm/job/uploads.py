@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# Suffix of names that the agent does not upload.
+# Suffix of files that the agent does not upload.
 IGNORED = ".sagemaker-ignore"
 # Suffixes of the empty marker files that the agent creates next to each file, during its upload and after it.
 UPLOADING = ".sagemaker-uploading"

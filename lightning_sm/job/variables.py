@@ -38,11 +38,11 @@ class Setting(Generic[_Value]):
 
     Attributes:
         name: Name of the variable.
-        parse: Converts the text to a value. The message of its ValueError states what it expects.
+        parse: Converts the text to a value. The message of its ValueError states which text is expected.
         default: The value if the variable is unset or empty.
         default_text: The default in words.
         meaning: The meaning of the variable, in one sentence.
-        is_internal: Whether only processes of this package set it, for the processes that they start.
+        is_internal: Whether only processes of this package set the variable, for the processes that they start.
         accepts_empty: Whether an empty text is a value rather than the default.
     """
 
@@ -124,7 +124,7 @@ def _positive_seconds(text: str) -> float:
 
 # The service's time from SIGTERM to SIGKILL: "Using Your Own Training Algorithms" (docker stop -t 120).
 SERVICE_GRACE_S = 120.0
-# The launcher's work after it kills the script must fit into the rest (``launcher/timeline.py``).
+# The launcher's work after it kills the script must fit into the remaining time (see ``launcher/timeline.py``).
 LATEST_KILL_S = 112.0
 
 

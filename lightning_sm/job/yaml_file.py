@@ -41,7 +41,7 @@ def read_mapping(file: Path, what: str, example: str = "") -> dict[str, Any]:
 
 
 def yaml_problem(error: Exception) -> str:
-    """Return the problem in a YAML text and its place, without the line itself, which YAML's message quotes."""
+    """Return the problem in a YAML text and its position, without the line of text that YAML's message quotes."""
     mark = getattr(error, "problem_mark", None)
     place = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
     return f"{getattr(error, 'problem', None) or type(error).__name__}{place}"

@@ -34,10 +34,10 @@ _LOG = command_logger(__name__)
 
 # Holds the tracebacks of 8 local ranks with deep stacks; SageMaker shows 1024 characters of them.
 _TAIL_BYTES = 64 * 1024
-# Between two log lines that name the ranks still running.
+# Time between two log lines that name the ranks still running.
 _LOG_S = 60.0
 _POLL_S = 0.05
-# Between two checks of a running command.
+# Time between two checks of a running command.
 _LOOK_S = 0.1
 
 
@@ -95,7 +95,7 @@ class ChildProcess:
 
     @property
     def stderr_tail(self) -> str:
-        """The last 64 KiB of the last command's stderr, including its child processes."""
+        """The last 64 KiB of stderr from the last command and its child processes."""
         return bytes(self._tail).decode("utf-8", errors="replace")
 
     def listen(self) -> None:
@@ -121,8 +121,8 @@ class ChildProcess:
     ) -> int:
         """Start a command, forward signals to its process groups, and wait until all of their processes have exited.
 
-        If a rank fails, the other ranks started here are terminated, and ``failed`` is set to the first that failed.
-        May be called again with another command.
+        If a rank fails, the other ranks started here are terminated, and ``failed`` is set to the process that failed
+        first. May be called again with another command.
 
         Args:
             command: Program and arguments; no shell is involved.
@@ -164,7 +164,7 @@ class ChildProcess:
         return exit_code
 
     def _drain_s(self) -> float:
-        """Return how long to wait for the rest of stderr, which is slow only if nobody reads ours."""
+        """Return how long to wait for the rest of stderr, which takes long only if nobody reads our stderr."""
         if self.stopped_at is None:
             return timeline.DRAIN_S
         remaining_s = self.stopped_at + self._schedule.kill_s - time.monotonic()
@@ -199,7 +199,7 @@ class ChildProcess:
 
     @property
     def _is_told(self) -> bool:
-        """Whether this process told the command to exit, so that its signals explain the ranks' exits."""
+        """Whether this process told the command to exit, which explains why ranks exit."""
         return self.must_exit or self.is_ending
 
     def _note_exit(self, pid: int, exit_code: int | None) -> None:
@@ -263,7 +263,8 @@ class ChildProcess:
             self._send(signal.SIGINT)
         if self.is_ending and not self._is_end_planned:
             self._is_end_planned = True
-            # Without this mark, a rank would try on SIGTERM to save a checkpoint together with ranks that are gone.
+            # Without this mark, a rank would respond to SIGTERM by saving a checkpoint together with ranks that are
+            # gone.
             self._control.say_peers_gone()
             kill_at = now + timeline.END_GRACE_S
             self._plan += [(now, partial(self._send, signal.SIGTERM)), (kill_at, partial(self._send, signal.SIGKILL))]
@@ -316,7 +317,7 @@ class ChildProcess:
         self._send(signal.SIGKILL)
 
     def announced(self) -> list[Beat]:
-        """Return the last beats of running processes that handle the gentle signal, which would kill any other."""
+        """Return the last beats of running processes that handle the gentle signal; it would kill any other process."""
         beats = self._control.beats()
         if not beats:  # skip the next line, which reads all of /proc: the watchdog calls this every 2 s
             return []
@@ -345,7 +346,7 @@ class ChildProcess:
         return next(filter(None, codes), 0)
 
     def _wait_for_cause(self) -> None:
-        """Wait, after the script has failed, for local ranks still running, if one of them may be the cause."""
+        """After the script has failed, wait for local ranks still running if one of them may be the cause."""
         deadline = time.monotonic() + timeline.OWN_CAUSE_S
         while time.monotonic() < deadline and not self._is_told:
             self._look()
@@ -379,7 +380,8 @@ class ChildProcess:
     def _wait(self) -> int:
         """Wait for the processes in short intervals, so that signal handlers run, whichever thread got the signal.
 
-        Note when ranks exit meanwhile: Lightning, for example, waits for its ranks without reporting their exits.
+        Meanwhile, note when ranks exit, because Lightning, for example, waits for its ranks without reporting their
+        exits.
         """
         with ExitWatch() as watch:
             while any(process.returncode is None for process in self._processes):
@@ -404,7 +406,7 @@ class ChildProcess:
         self._groups = {group for group in self._groups if _signal_group(group, 0)}
 
     def _end_leftovers(self, grace_s: float) -> None:
-        """Wait for the groups' remaining processes, then terminate them."""
+        """Wait for the groups' remaining processes, then terminate those that have not exited."""
         if self._have_groups_ended(grace_s):
             return
         self._send(signal.SIGTERM)

@@ -30,7 +30,7 @@ _MAX_EXCEPTION_CHARS = 700
 _USAGE_EXIT_CODE = 2
 # Python's exit code for an uncaught exception.
 EXCEPTION_EXIT_CODE = 1
-# Exit codes that a restart would not change: usage errors, and scripts that were told to exit.
+# Exit codes after which a restart is useless: those of usage errors, and of scripts that were told to exit.
 _FINAL_EXIT_CODES = frozenset({_USAGE_EXIT_CODE, 128 + signal.SIGTERM, 128 + signal.SIGINT})
 # Exceptions that would recur. A script that does not import lightning_sm, or cannot be compiled, only prints them.
 _FINAL_EXCEPTIONS = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"})
@@ -67,7 +67,7 @@ class ScriptFailure:
     Attributes:
         exit_code: Exit code of the process that failed first; 128 + n if signal n killed it.
         reason: Why it failed.
-        is_consequence: Whether a process on another host had exited before.
+        is_consequence: Whether the script failed because a process on another host had exited.
         is_permanent: Whether the script would fail in the same way again.
     """
 
@@ -146,7 +146,7 @@ def _printed_reason(
 
 
 def stopped_reason(stopped_by: int, rest: str) -> str:
-    """Return the reason of a host that was told to stop.
+    """Return the reason that a host reports if it was told to stop.
 
     Args:
         stopped_by: The signal.
@@ -156,7 +156,7 @@ def stopped_reason(stopped_by: int, rest: str) -> str:
 
 
 def not_started_reason(stopped_by: int | None, doing: str) -> str:
-    """Return the reason of a host that never started its script although nothing failed there.
+    """Return the reason that a host reports if it never started its script although nothing failed there.
 
     Args:
         stopped_by: The signal that told this host to stop; None if the job ended on another host.
@@ -234,7 +234,7 @@ def _with_place(
     is_named = is_passed_on and place is not None and place.role is Role.DATA
     where = ending if is_named else _where(place, ending, "passed on to" if is_passed_on else "on")
     text = shortened("\n".join(lines), _MAX_EXCEPTION_CHARS)
-    # Lines after a full sentence may be a table: leave them out of the headline.
+    # Lines after a full sentence may be a table, so leave them out of the headline.
     first, *rest = text.splitlines()
     return Reason(_with_frames(f"{text}\n{where}", frames), " ".join([first, *rest[: not first.endswith(".")], where]))
 

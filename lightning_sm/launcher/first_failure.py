@@ -18,7 +18,8 @@ class EndedProcess:
     Attributes:
         pid: Process id.
         rank: Its global rank; -1 if it is not known.
-        exit_code: Its exit code; 128 + n if signal n killed it. None if it still runs, or if only its parent knows.
+        exit_code: Its exit code; 128 + n if signal n killed it. None if it still runs, or if only its parent knows the
+            code.
         exited_at: When it exited, in seconds of ``time.monotonic``; None if it still runs.
         failure: Its report of the exception that ended it; None if it reported nothing.
         has_reporter: Whether it reports its exceptions.
@@ -40,12 +41,13 @@ class EndedProcess:
 def first_failure(
     processes: Sequence[EndedProcess], script: int | None, *, only_exceptions: bool = False
 ) -> EndedProcess:
-    """Return the process that failed first: by an exception that is not a consequence, or by an exit without one.
+    """Return the process that failed first, whether it raised an exception (not a consequence) or exited without one.
 
     Args:
         processes: The script, and all processes that have announced themselves or can report failures.
         script: The process id of the script; None if the launcher started several ranks of it.
-        only_exceptions: If True, ignore exits without an exception except the script's: the others were told to exit.
+        only_exceptions: If True, ignore exits without an exception, except the script's, because all others were told
+            to exit.
     """
     reported = [(process.failure.at, process) for process in processes if process.failure is not None]
     failed = [process for process in processes if process.exit_code != 0 and process.exited_at is not None]

@@ -16,23 +16,23 @@ from lightning_sm.launcher import timeline
 
 _LOG = command_logger(__name__)
 
-# A step may take much longer than earlier ones: another batch size, a disk that spins up, a slow download.
+# A step may take much longer than earlier ones, because of another batch size, a disk that spins up, a slow download.
 _TIMES_THE_LONGEST = 20.0
 # A compilation or a checkpoint takes minutes, rarely an hour; a file server that does not answer takes days. Phases not
 # listed here may run user code of any duration.
 _LONG_PHASES = (Phase.SETTING_UP_FIT, Phase.STARTING_TRAINING, Phase.FIRST_STEP, Phase.SAVING)
 _TIMES_IN_LONG_PHASES = 10.0
 _POLL_S = 0.05
-# Between two checks.
+# Time between two checks.
 _CHECK_S = 2.0
 
 
 class Watchdog:
     """A detector of hanging processes, without a clock or I/O.
 
-    A process hangs if, in a phase that may not pause (see ``Phase``), it has sent no beat for ``least_s`` and for 20
-    times the longest interval so far. Until the first step ends, and while saving a checkpoint, it may take 10 times as
-    long.
+    A process hangs if, in a phase that may not pause (see ``Phase``), it has sent no beat for at least ``least_s`` and
+    at least 20 times the longest interval so far. Until the first step ends, and while a checkpoint is saved, both
+    limits are 10 times as long.
 
     Args:
         least_s: The shortest silence that counts as a hang, in seconds; 0 turns the watchdog off.
@@ -47,7 +47,7 @@ class Watchdog:
         self._was_hanging = False
 
     def look(self, beats: Callable[[], Sequence[Beat]], now: float) -> Sequence[Beat]:
-        """Return the last beats of all processes if some hang; empty otherwise, or if no check is due.
+        """Return the last beats of all processes if any of them hangs; none otherwise, or if no check is due.
 
         Args:
             beats: Returns the last beats of the running processes.
@@ -114,7 +114,7 @@ def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path, lim
     Returns:
         The files, ``stacks-rank<rank>.txt``; none for processes that do not handle the signal.
     """
-    # Signal only processes that handle the signal: it would kill any other.
+    # Signal only processes that handle the signal, which would kill any other process.
     asked = [beat.pid for beat in beats if handles_signal(beat.pid, STACKS_SIGNAL) is not False]
     before = {pid: text for pid in asked if (text := control.stacks(pid)) is not None}
     for pid in before:
@@ -122,7 +122,7 @@ def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path, lim
             os.kill(pid, STACKS_SIGNAL)
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and any(control.stacks(pid) == text for pid, text in before.items()):
-        time.sleep(_POLL_S)  # faulthandler does not announce when it has written
+        time.sleep(_POLL_S)  # poll: faulthandler does not announce that it has finished
     time.sleep(_POLL_S)  # for the rest of a partly written text
     saved = []
     for beat in [beat for beat in beats if beat.pid in before]:

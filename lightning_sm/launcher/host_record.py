@@ -1,4 +1,4 @@
-"""The launcher's part of the record of a run: the use of its host, and events."""
+"""The launcher's part of the record of a run: the host's resource usage, and events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EVENTS = {OutcomeKind.LOST: "host_lost", OutcomeKind.INTERRUPTION: "interruptio
 
 
 class HostRecord:
-    """The launcher's file in the record of the run; while entered as a context manager, it samples the host's use.
+    """The launcher's file in the record of the run; as a context manager, it samples the host's resource usage.
 
     Args:
         job: The job.
@@ -52,7 +52,7 @@ class HostRecord:
         self._stop_sampling()
 
     def began(self, command: Sequence[str]) -> None:
-        """Write the head of the file, which names the host and the command, unless that was done before.
+        """Write the head of the file, which names the host and the command, unless it has been written.
 
         Args:
             command: The command line of the script, without secrets; empty if it is not known.
@@ -64,7 +64,7 @@ class HostRecord:
             self._has_begun = True
 
     def event(self, what: str, text: str) -> None:
-        """Write an event that happens now, if the head was written; see ``events.Event``."""
+        """Write an event that happens now, if the head has been written; see ``events.Event``."""
         self._write(events.Event(time.time(), what, text))
 
     def on_stop(self, signum: int) -> None:
@@ -95,7 +95,7 @@ class HostRecord:
 
         Args:
             outcome: The outcome of this host.
-            job: The outcome of the job; None if this host has not learned it, or was stopped before it.
+            job: The outcome of the job; None if this host has not learned it, or was stopped before the job ended.
             is_saved: Whether a checkpoint was saved at the interruption.
         """
         self.began([])  # if the launcher exits before it knows the script

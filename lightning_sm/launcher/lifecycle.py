@@ -1,8 +1,8 @@
 """The lifecycle of a host in a job: a state machine without a clock or I/O, driven by ``train``.
 
 ``step`` maps a launcher's state and an event to its next state and the actions to take at once. Each phase is one piece
-of work, which ends with an event (``ends_of``). News can arrive at any time, from other threads. It never changes the
-phase: it ends the script, or the work of the phase waits for it.
+of work, which ends with an event (``ends_of``). News can arrive at any time, from other threads. News never changes the
+phase; it ends the script, or is what the phase's work is waiting for.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LauncherPhase(Enum):
 
 
 class Stop(Enum):
-    """The reason why SageMaker or a user stopped this host, if they did."""
+    """Whether this host was stopped, and if so, before or after a failure on another host."""
 
     NONE = "it was not stopped"
     FIRST = "it was stopped before any host failed"
@@ -127,7 +127,7 @@ class HostState:
     def is_first_failure_elsewhere(self) -> bool:
         """Whether this trainer host exits with the reason of another host that failed first.
 
-        It then never looks successful. If it was stopped first and did not succeed, it keeps its own reason.
+        Such a host never looks successful. A host that was stopped first and did not succeed keeps its own reason.
         """
         own, job = self.own, self.job
         if own is None or job is None or self.is_data_host or not job.is_failure or job.host == self.host.name:
@@ -152,7 +152,7 @@ class HostState:
 
     @property
     def known_job(self) -> JobOutcome | None:
-        """The outcome of the job; None if it is unknown, or if this host was stopped before it."""
+        """The outcome of the job; None if it is unknown, or if this host was stopped first and did not succeed."""
         own, job = self.own, self.job
         is_stop_first = self.stop is Stop.FIRST and own is not None and own.kind is not OutcomeKind.SUCCESS
         return None if is_stop_first else job

@@ -13,10 +13,10 @@ _LOOK_MS = 100
 
 
 class DrainedPipe(io.RawIOBase):
-    """The read end of a pipe. It ends when all writers have closed it, or after ``end_when_empty`` when it is empty.
+    """The read end of a pipe. It ends once all writers have closed it or, after ``end_when_empty``, once it is empty.
 
     A daemon started by a script may keep the script's pipe open forever. A reader with a timeout would lose lines on a
-    busy machine. This one reads them all, however long it takes.
+    busy machine; this one reads all lines, however long that takes.
 
     Args:
         pipe: The read end; this object closes it.
@@ -38,7 +38,7 @@ class DrainedPipe(io.RawIOBase):
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # any buffer
         """Fill the buffer as far as possible, and return the number of bytes read; 0 at the end."""
-        is_ending = self._is_ending.is_set()  # read before polling: all that the writers left is in the pipe then
+        is_ending = self._is_ending.is_set()  # read before polling: if set, the pipe already contains everything
         while not self._poll.poll(_LOOK_MS):
             if is_ending:
                 return 0

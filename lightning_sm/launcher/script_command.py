@@ -145,7 +145,8 @@ def command_line(args: Sequence[str], job: SageMakerJob, directory: Path) -> lis
 
     Args:
         args: Arguments given to the launcher; they come first.
-        job: The job. Its hyperparameters become options, and the files of its ``config`` channel ``--config`` options.
+        job: The job. Its hyperparameters become options, and the files in its ``config`` channel become ``--config``
+            options.
         directory: Working directory of the script.
 
     Raises:

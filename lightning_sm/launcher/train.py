@@ -63,7 +63,7 @@ _LOG = command_logger(__name__)
 
 _USAGE_EXIT_CODE = 2
 _POLL_S = 0.05
-# A host that waits longer for the others logs which ones.
+# A host that waits longer than this for other hosts logs their names.
 _QUIET_S = 30.0
 _SAVED = "The script saved a checkpoint and exited, as it was asked to."
 # Exit codes caused by the signals of ``ChildProcess.end``.
@@ -182,7 +182,7 @@ class _HostLauncher:
         return self._state.outcome
 
     def write_end(self, outcome: Outcome) -> None:
-        """Write this host's outcome into the record of the run, unless that was done before."""
+        """Write this host's outcome into the record of the run, unless it has been written."""
         if not self._is_end_written:
             self._is_end_written = True
             self._record.end(outcome, self._state.known_job, is_saved=self._state.is_saved)
@@ -230,7 +230,7 @@ class _HostLauncher:
             self._record.on_stop(stopped_by)
             news.append(lifecycle.HostStopped(stopped_by))
         # SageMaker may have stopped this host because the job ended. But if another host exited because all hosts were
-        # stopped, handle the stop first: this host then keeps its whole stop schedule.
+        # stopped, handle the stop first, so that this host keeps its whole stop schedule.
         if job is not None and job.kind is OutcomeKind.INTERRUPTION:
             news.reverse()
         for event in news:
@@ -297,7 +297,8 @@ class _HostLauncher:
                 may_restart = child.stopped_by is None
                 return self._judged(Outcome(OutcomeKind.HANG, 1, Reason(self._hang_reason), may_restart=may_restart))
             exit_code = 1  # a rank raised an exception, and then hung while exiting
-        # A data host whose work is over is terminated by these signals: a success. Any other exit is a failure.
+        # A data host whose work is over is terminated by these signals, which is a success. Any other exit is a
+        # failure.
         is_ended_by_stop = child.stopped_by is not None and exit_code == 128 + child.stopped_by
         is_ended_by_job = child.is_ending and exit_code in _ENDED
         if state.is_data_host and (is_ended_by_stop or is_ended_by_job):
@@ -326,8 +327,8 @@ class _HostLauncher:
         child = self._child
         first = replace(child.failed, exit_code=1) if self._hang_reason else child.failed
         if is_ended_by_job:
-            # The job ended this script. Ranks in an NCCL collective need SIGKILL, others exit on SIGTERM: report one
-            # exit code for all.
+            # The job ended this script. Ranks in an NCCL collective need SIGKILL, and others exit on SIGTERM, so report
+            # one exit code for all.
             exit_code = INTERRUPTED_EXIT_CODE
             first = replace(first, exit_code=exit_code)
         failed = script_failure(first, exit_code, child.stderr_tail, self._place, stopped_by=child.stopped_by)
@@ -452,7 +453,7 @@ class _HostLauncher:
     def _where(self, beats: Sequence[Beat] | None = None) -> tuple[str, str]:
         """Save stacks; return the processes' positions, and a sentence that names the files."""
         beats, now = self._child.announced() if beats is None else beats, time.monotonic()
-        # A frozen process writes no stacks. Do not let it delay its SIGKILL.
+        # A frozen process writes no stacks. Do not let that delay its SIGKILL.
         limit_s = min(timeline.STACKS_S, max(0.0, self._leave_at() - now) if self._is_stopped() else math.inf)
         stacks = save_stacks(self._control, beats, self._job.host_output_dir, limit_s)
         sentence = f" Stacks: {', '.join(map(str, stacks))}." if stacks else ""

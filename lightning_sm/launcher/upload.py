@@ -1,7 +1,7 @@
 """The upload of checkpoints by SageMaker: a watch while the script runs, and a wait after an interruption.
 
-SageMaker's agent copies the checkpoint folder to S3 while the job runs. It is not documented whether it continues after
-the containers have exited.
+SageMaker's agent copies the checkpoint folder to S3 while the job runs. Whether the agent continues after the
+containers have exited is not documented.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Cal
     """Wait until the agent has marked some files as uploaded.
 
     Args:
-        files: The files, which exist.
+        files: The files, which must exist.
         has_agent: Whether SageMaker is known to copy their folder to S3. If not, wait only if the folder has markers.
         deadline: Returns when to stop waiting, in seconds of ``time.monotonic``. Called repeatedly, because a stop
             signal may move it.
 
     Returns:
-        Whether all files are uploaded, or nobody uploads them.
+        True if all files are uploaded, or if nobody uploads them.
     """
     pending = [file for file in files if not is_uploaded(file)]
     began_at = time.monotonic()

@@ -5,9 +5,9 @@ While a job runs, each launcher and each training process appends lines of JSON 
 record folder is in the checkpoint folder if the job has one, because nothing else survives a killed attempt. Otherwise,
 it is in the output data, which the service collects from all hosts in one archive.
 
-A file begins with a ``FileHead``. A restarted process that continues the file writes another one. Each kind of line has
-a class below; its tag is the line's ``kind`` in JSON. ``t`` is in seconds since the Unix epoch. All other times are in
-seconds, too.
+A file begins with a ``FileHead``. A restarted process that continues the file writes another ``FileHead``. Each kind of
+line has a class below, whose tag is the line's ``kind`` in JSON. All times are in seconds; ``t`` counts from the Unix
+epoch.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ SPANS = {
     "test": "test and prediction",
     "predict": "test and prediction",
 }
-# Valid values. A line with any other value is damaged, and readers skip it.
+# Types that accept only valid values: a line with any other value is damaged, and readers skip it.
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
 Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _ENDING = ".jsonl"
-# Such as "1/algo-1-launcher.jsonl". Host names may contain dashes.
+# Matches paths such as "1/algo-1-launcher.jsonl". Host names may contain dashes.
 _FILE = re.compile(rf"(?:.*/)?([1-9][0-9]*)/[^/]+-(?:{LAUNCHER}|rank-[0-9]+)\.jsonl", re.DOTALL)
 
 
@@ -77,11 +77,11 @@ class Line(msgspec.Struct, frozen=True, tag_field="kind", omit_defaults=True):
 
 
 class FileHead(Line, frozen=True, tag="file"):
-    """The process that writes a file; its first line, and another one for each restarted process that continues it.
+    """The first line of a file, which describes its writer; a restarted process that continues the file adds another.
 
     Attributes:
         t: When the process began to write.
-        host: Name of its host.
+        host: Name of the process's host.
         who: ``launcher`` or ``rank-<global rank>``.
         job: Name of the job, if known.
         group: Instance group of the host.
@@ -129,7 +129,7 @@ class HostUse(Line, frozen=True, tag="use"):
     """The use of a host since the previous line; a launcher writes one every few seconds.
 
     Attributes:
-        t: When it was measured.
+        t: When the use was measured.
         cpu: Share of the host's CPUs in use, 0 to 1.
         memory_bytes: Memory in use.
         memory_total_bytes: Memory that the job may use.
@@ -179,17 +179,17 @@ class Loader(Line, frozen=True, tag="loader"):
 class Steps(Line, frozen=True, tag="steps"):
     """Consecutive training steps of a rank. A step is one training batch.
 
-    Excludes the spans between the steps, and the first step of a process: it may compile, so it counts as the span
-    ``first_batch``.
+    Spans between the steps are excluded. So is the first step of a process, which may compile and therefore counts as
+    the span ``first_batch``.
 
     Attributes:
         t: When the last step ended.
-        step: ``trainer.global_step`` after the last step; it counts optimizer steps.
+        step: ``trainer.global_step``, which counts optimizer steps, after the last step.
         n: Number of steps.
         samples: Number of samples in this rank's batches; 0 if unknown.
         parts: Seconds by part (``PARTS``), summed over the steps.
-        gpu_parts: Whether forward, backward and optimizer were measured on the GPU, every few steps. If not, they were
-            measured on the host, which only launches the GPU's work.
+        gpu_parts: Whether forward, backward and optimizer were measured on the GPU, once every few steps. If not, they
+            were measured on the host, which only launches the GPU's work.
         untimed: Number of steps since the previous line that no other field counts: the first step of a process.
     """
 
@@ -211,12 +211,12 @@ class Span(Line, frozen=True, tag="span"):
 
     Attributes:
         t: When it ended.
-        name: ``startup`` (from the start of the process until the training begins), ``first_batch`` (until the first
-            step has ended, which may start workers and compile), ``between`` (from the last step of an epoch until the
-            first batch of the next one), ``validation``, ``checkpoint``, ``export``, ``test``, ``predict``; from
-            launchers, ``preparation`` (code and requirements).
+        name: ``startup`` (from the start of the process until training begins), ``first_batch`` (until the first step
+            has ended, which may start workers and compile), ``between`` (from the last step of an epoch until the first
+            batch of the next one), ``validation``, ``checkpoint``, ``export``, ``test``, ``predict`` and, from
+            launchers only, ``preparation`` (code and requirements).
         begin: When it began, in seconds since the Unix epoch.
-        seconds: How long it took, without the spans nested in it.
+        seconds: Duration of the span, without the spans nested in it.
     """
 
     name: str
@@ -244,8 +244,8 @@ class DataService(Line, frozen=True, tag="data"):
 
     Attributes:
         t: When it was written.
-        hosts: The fields of ``HostFigures`` (lightning_sm.data.protocol.figures) of each data host.
-        ranks: The fields of ``RankFigures`` (lightning_sm.data.protocol.figures) by name of the rank.
+        hosts: The fields of ``HostFigures`` (lightning_sm.data.protocol.figures) for each data host.
+        ranks: The fields of ``RankFigures`` (lightning_sm.data.protocol.figures) for each rank, by name of the rank.
     """
 
     hosts: Sequence[Mapping[str, Any]] = msgspec.field(default_factory=list)
@@ -271,15 +271,15 @@ class Event(Line, frozen=True, tag="event"):
 
 
 class End(Line, frozen=True, tag="end"):
-    """The end of a launcher or of a rank's Trainer run. A killed process does not write one.
+    """The end of a launcher or of a rank's Trainer run. A killed process writes no such line.
 
     Attributes:
         t: When it ended.
         outcome: ``succeeded``, ``failed``, ``interrupted`` (it can resume from a checkpoint) or ``stopped``.
         exit_code: Exit code of the host; only launchers set it.
-        reason: Why the job did not succeed if ``job_outcome`` is set, else why this host did not, in one line.
-        job_outcome: Outcome of the job, with the values of ``outcome``, from a launcher that was told it. A host that
-            is stopped because another host failed has the outcome ``stopped``, but its job has ``failed``.
+        reason: One line on why the job did not succeed or, without ``job_outcome``, why this host did not.
+        job_outcome: Outcome of the job, with the same values as ``outcome``, if the launcher was told it. On a host
+            that is stopped because another host failed, ``outcome`` is ``stopped``, but ``job_outcome`` is ``failed``.
     """
 
     outcome: str
@@ -318,7 +318,7 @@ def find_files(folder: Path) -> list[Path]:
 def read_lines(content: bytes) -> list[Line]:
     """Read the lines of a file.
 
-    Skip malformed lines, such as one that is incomplete or still being written, and unknown kinds.
+    Malformed lines, such as one that is incomplete or still being written, and lines of unknown kinds are skipped.
     """
     lines: list[Line] = []
     for text in content.split(b"\n"):
@@ -328,7 +328,7 @@ def read_lines(content: bytes) -> list[Line]:
 
 
 class Recorder:
-    """The writer of this process's file.
+    """The writer of this process's record file.
 
     Each line is written immediately, so it survives even if the process is killed. A job must not fail because of its
     record, so errors such as a full disk are logged once and never raised.
@@ -367,14 +367,15 @@ class Recorder:
 
 
 def open_record(job: SageMakerJob, who: str, env: Mapping[str, str] = os.environ) -> Recorder:
-    """Return the recorder of a process, without writing anything.
+    """Return the recorder for a process, without writing anything.
 
-    Its file is in the attempt's folder: the one that the launcher passes in the environment, else the next number.
+    Its file is in the attempt's folder. The launcher passes this folder in the environment; without it, the attempt
+    gets the next number.
 
     Args:
         job: The job.
         who: As in ``FileHead``. Only files of this process determine the next number, because other hosts may not have
-            created theirs.
+            created theirs yet.
         env: Environment variables.
     """
     name = f"{job.current_host}-{who}{_ENDING}"
@@ -425,7 +426,7 @@ def head_of(
 
 
 def _without_secrets(said: str) -> str:
-    """Hide another program's message from the first secret on."""
+    """Return another program's message, in which everything from the first secret on is hidden."""
     words = said.split(" ")
     for number in range(len(words)):
         # argparse writes "argument --token/-t: " before the value.
@@ -436,9 +437,10 @@ def _without_secrets(said: str) -> str:
 
 
 def gap_s(elapsed_s: float, least_s: float) -> float:
-    """Return the seconds until the next line of a series, which increase as the series gets longer.
+    """Return the seconds to wait before the next line of a series; the longer the series, the longer the wait.
 
-    This keeps the file small: whenever a file in the checkpoint folder changes, the service uploads all of it.
+    The increasing waits keep the file small: whenever a file in the checkpoint folder changes, the service uploads the
+    whole file.
 
     Args:
         elapsed_s: Seconds since the series began.

@@ -1,8 +1,8 @@
 """The CPUs, memory and GPUs of a host that a job uses.
 
 CPU time is counted for this process and its descendants, which include all of the job's processes on this host. Memory
-is the machine's, because on SageMaker each host is a separate machine. If hosts share a machine, memory is counted for
-this process and its descendants, too.
+is counted for the whole machine, because on SageMaker each host is a separate machine. If hosts share a machine, memory
+is also counted only for this process and its descendants.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GPU_DEVICE = Path("/dev/nvidia0")
 
 
 class HostMeter:
-    """A meter of a host's use between two calls.
+    """A meter for the use of a host's CPUs, memory and GPUs between two calls.
 
     Args:
         is_machine_shared: Whether the hosts of the job share this machine (``SageMakerJob.shares_machine``).
@@ -38,7 +38,7 @@ class HostMeter:
         self._before = _take()
 
     def measure(self) -> HostUse:
-        """Return the host's use since the last call, or since this object was created."""
+        """Return the host's use since the previous call or, on the first call, since the meter was created."""
         before, after = self._before, _take()
         self._before = after
         memory = psutil.virtual_memory()
@@ -54,13 +54,13 @@ class HostMeter:
 
 
 class Gpus:
-    """The NVIDIA GPUs of this host; empty without a driver or the package nvidia-ml-py."""
+    """The NVIDIA GPUs of this host; none if the driver or the package nvidia-ml-py is missing."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
         self._handles: Sequence[Any] = ()
         try:
-            import pynvml  # noqa: PLC0415 - an extra
+            import pynvml  # noqa: PLC0415 - an optional dependency
 
             self._nvml = pynvml
             pynvml.nvmlInit()

@@ -1,4 +1,4 @@
-"""Thresholds for waiting, busy workers and slow ranks, shared by all readers of a run. Pure functions."""
+"""Thresholds and pure functions for waiting, busy workers and slow ranks, shared by all readers of a record."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_sm._text import duration
 NOT_INPUT_BOUND = 0.05
 # Workers are the bottleneck if they are busy for at least this share of the time in which they have work.
 WORKERS_ARE_BUSY = 0.8
-# Hide limits that cost less than this share of the job.
+# Hide limits that cost less than this share of the job's time.
 WORTH_SHOWING = 0.05
-# Hide limits that cost fewer seconds, whatever their share.
+# Also hide limits that cost fewer seconds than this, whatever their share.
 MIN_SECONDS = 1.0
-# With fewer steps, means are too noisy.
+# With fewer steps than this, means are too noisy.
 MIN_STEPS = 50
 # A rank is slow if it takes at least this many times as long as the others.
 _SLOWER = 2.0
@@ -46,8 +46,8 @@ class RankPace:
     Attributes:
         name: Display name of the rank.
         num_steps: Number of steps.
-        step_s: Mean seconds of a step.
-        own_s: Mean seconds per step spent in this rank's code, where no other rank can have delayed it.
+        step_s: Mean seconds per step.
+        own_s: Mean seconds per step spent in this rank's own code, which no other rank can have delayed.
         wait_s: Mean seconds per step spent waiting for data.
     """
 
@@ -63,8 +63,8 @@ class SlowRank:
     """A rank whose code is so slow that the other ranks wait for it in the backward pass.
 
     Attributes:
-        text: The rank, and how slow it is, in a sentence.
-        extra_s: Seconds that it adds to each step.
+        text: A sentence that names the rank and says how slow it is.
+        extra_s: Seconds that the rank adds to each step.
     """
 
     text: str
@@ -75,7 +75,8 @@ def slow_rank(ranks: Iterable[RankPace]) -> SlowRank | None:
     """Return the rank that slows down the others, or None.
 
     Ranks can also wait for each other in the forward pass, in which DistributedDataParallel broadcasts rank 0's
-    buffers. So compare a rank with the others including their waits for data, because it may have waited for them.
+    buffers. The time of the slowest rank may therefore include the others' waits for data, so these are added to the
+    others' times before comparing.
     """
     timed = [rank for rank in ranks if rank.num_steps]
     if len(timed) <= 1:

@@ -19,7 +19,7 @@ per_hour:              # an instance type, or the name of an instance group
   ml.g5.xlarge: 1.41
   ml.c5.4xlarge: 0.82
 """
-# Amounts from here on have two decimals; smaller ones have two significant digits.
+# Amounts of at least this much have two decimals; smaller amounts have two significant digits.
 _WHOLE = 1.0
 _HOUR_S = 3600.0
 
@@ -37,7 +37,7 @@ class Prices:
 
     Attributes:
         per_hour: Hourly prices by instance type or name of an instance group. Groups take precedence.
-        currency: The text before an amount.
+        currency: The text to show before an amount.
         source: Where the prices come from, for display; empty without prices.
     """
 
@@ -75,7 +75,7 @@ class Prices:
 
 
 def cost(price_per_hour: float, seconds: float) -> float:
-    """Return the cost of hosts for ``seconds``, at a total of ``price_per_hour``."""
+    """Return the cost of running hosts for ``seconds`` at a total price of ``price_per_hour``."""
     return price_per_hour * seconds / _HOUR_S
 
 

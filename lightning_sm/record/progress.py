@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-# The name of the number of validations so far. Only the first line after each validation has it.
+# The name under which the first line after each validation, and no other line, gives the number of validations so far.
 _VALIDATION = "validation"
 # A number in the format of ``progress_line``, as one group. CloudWatch rejects NaN and infinity, so they do not match.
 _NUMBER = r"(-?[0-9.]+(?:e[-+][0-9]+)?)"
@@ -42,7 +42,7 @@ def metric_pattern(name: str) -> str:
 def objective_pattern(name: str) -> str:
     """Return a regular expression that matches a metric only in the first line after each validation.
 
-    A tuning job uses the last match, and Hyperband uses every match, but the other lines repeat the value of an
-    earlier validation.
+    A tuning job uses the last match, and Hyperband uses every match. The other lines must not match, because they
+    repeat the value of an earlier validation.
     """
     return f" {_VALIDATION}=[0-9]+ (?:.* )?{re.escape(name)}={_NUMBER}"

@@ -1,4 +1,4 @@
-"""The reader of records: it finds them in a job's folders and archives, and merges the files of all hosts."""
+"""The reader of records, which finds their files in a job's folders and archives, and merges those of all hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_sm.record import events
 from lightning_sm.record.events import LAUNCHER, End, FileHead, Line, Span, Steps
 
 # The limits for gaps between two lines (beyond the time that the second line measures) and for lines out of order. If
-# they are exceeded, the clock was set, or the host was suspended.
+# either is exceeded, the clock was set, or the host was suspended.
 _SILENCE_S, _DISORDER_S = 600.0, 60.0
 
 
@@ -109,7 +109,8 @@ def read_run(source: Path, job: str | None = None) -> RunRecord:
 
 
 def _run(name: str, records: Sequence[tuple[str, ProcessRecord]]) -> RunRecord:
-    # The sources may contain a file twice: from the host, and an upload that may lack the end. Keep the longer one.
+    # The sources may contain a file twice: the host's own copy, and an uploaded copy that may lack the end. Keep the
+    # longer copy.
     by_length = sorted((record for _, record in records), key=lambda record: len(record.lines))
     longest = {(record.attempt, record.head.host, record.head.who, record.head.t): record for record in by_length}
     sources = ", ".join(dict.fromkeys(source for source, _ in records))
@@ -175,7 +176,7 @@ def _jump_s(lines: Sequence[Line]) -> float:
     jumps = [0.0]
     for before, line in pairwise(lines):
         elapsed_s = line.t - before.t
-        # After training, the script may do anything else for any time: a gap there is no jump.
+        # After training, the script may run other code for any length of time, so a gap there is not a jump.
         is_silent = elapsed_s > _lasted_s(line) + _SILENCE_S and not isinstance(before, End)
         if is_silent or elapsed_s < -_DISORDER_S:
             jumps.append(abs(elapsed_s))

@@ -1,4 +1,4 @@
-"""The clock that divides training time into parts of steps and spans between them. No torch, no Lightning."""
+"""The clock that divides training time into the parts of steps and the spans between them; no torch, no Lightning."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class StepClock:
         self.current = part
 
     def note_wait(self, in_transit: float) -> None:
-        """Attribute part of the wait since the last call, which ends now, to transit from a data host.
+        """Note how much of the wait that ends now, and began after the previous call, was transit from a data host.
 
         Args:
             in_transit: The share of the batch's time that it spent in transit from a data host, 0 to 1.
@@ -88,10 +88,10 @@ class StepClock:
         self._noted_wait_s = waited_s
 
     def end_step(self, samples: int) -> float:
-        """End a step, and charge time to ``OTHER`` of the next one. A step within a span counts as untimed.
+        """End a step, and charge time from now on to ``OTHER`` of the next. A step within a span counts as untimed.
 
         Returns:
-            The time, in seconds.
+            The current time, in seconds.
         """
         self.enter(OTHER)
         if self._spans:
@@ -118,8 +118,8 @@ class StepClock:
 def exposed(host: Mapping[str, float], gpu: Mapping[str, float]) -> dict[str, float]:
     """Divide the time of steps into the GPU's work and the host's time that the GPU's work does not hide.
 
-    A host that waits for data costs nothing while the GPU is still busy. So the GPU's time comes first, and the host's
-    waiting counts only as far as it fits into the rest.
+    A host that waits for data costs nothing while the GPU is still busy. So the GPU's time is counted first, and the
+    host's waiting only as far as it fits into the remaining time.
 
     Args:
         host: Seconds by part, measured on the host. The result has the same sum.

@@ -1,4 +1,4 @@
-"""The sums of a rank's steps, and the pace of several ranks, for all readers of a run."""
+"""The sums over a rank's steps, and the pace of several ranks, for all readers of a record."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_sm.record.events import PARTS, Steps
 
 @dataclass
 class Totals:
-    """The sums over consecutive complete steps.
+    """Sums over consecutive, complete steps.
 
     Attributes:
         num_steps: Number of timed steps, over which means are taken.
         samples: Number of samples in their batches.
         parts: Seconds by part.
         in_transit_s: Seconds of ``data_wait`` in which the batch was in transit from a data host.
-        num_untimed: Number of steps that no other sum includes: the first step of each process.
+        num_untimed: Number of steps that the other sums exclude: the first step of each process.
     """
 
     num_steps: int = 0
@@ -40,7 +40,7 @@ class Totals:
 
     @property
     def num_trained(self) -> int:
-        """Number of all steps, timed and untimed."""
+        """Total number of steps, timed and untimed."""
         return self.num_steps + self.num_untimed
 
     @property
@@ -50,7 +50,7 @@ class Totals:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step; 0 without steps."""
+        """Mean seconds per step; 0 without steps."""
         return self.wall_s / self.num_steps if self.num_steps else 0.0
 
     @property
@@ -63,7 +63,7 @@ class Totals:
         return sum(self.parts[name] for name in parts) / max(1e-9, self.wall_s)
 
     def plus(self, other: Totals, sign: int = 1) -> Totals:
-        """Add ``other``, or subtract it with ``sign=-1`` to get the sums since then."""
+        """Add ``other``; with ``sign=-1``, subtract it, which gives the sums since ``other`` was taken."""
         return Totals(
             self.num_steps + sign * other.num_steps,
             self.samples + sign * other.samples,
@@ -76,10 +76,10 @@ class Totals:
 def pace_of(ranks: Mapping[int, Totals]) -> tuple[int | None, Totals]:
     """Return the rank that sets the pace, and its steps; None and empty sums if no steps were timed.
 
-    This is the rank that is the last to reach the exchange of gradients in the backward pass.
+    The pace is set by the rank that is the last to reach the exchange of gradients in the backward pass.
 
     Args:
-        ranks: The steps of each rank during the same time.
+        ranks: The sums over each rank's steps, all from the same period.
     """
     timed = {rank: steps for rank, steps in ranks.items() if steps.num_steps}
     if not timed:
@@ -91,8 +91,8 @@ def pace_of(ranks: Mapping[int, Totals]) -> tuple[int | None, Totals]:
 def with_longest_wait(parts: Mapping[str, float], share: float) -> dict[str, float]:
     """Estimate the parts for the rank that waits longest for data, from the parts of another rank.
 
-    The other ranks wait for that rank in their backward pass, which looks like work. Subtract its additional wait from
-    the backward pass first, and the remainder from the other parts.
+    The other ranks wait for that rank in their backward pass, and this wait looks like work. So its additional wait is
+    subtracted from the backward pass first, and any remainder from the other parts.
 
     Args:
         parts: Seconds by part, measured on the other rank.
@@ -107,7 +107,7 @@ def with_longest_wait(parts: Mapping[str, float], share: float) -> dict[str, flo
 
 
 def samples_per_step(ranks: Iterable[Totals], world_size: int) -> float | None:
-    """Return the samples per step of all ranks; None if unknown for any rank.
+    """Return the number of samples per step over all ranks; None if it is unknown for any rank.
 
     Args:
         ranks: The sums of each rank, with at least one step.

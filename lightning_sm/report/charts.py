@@ -21,12 +21,12 @@ from lightning_sm.record.events import PARTS, HostUse
 from lightning_sm.report.figures import OTHER, RESTARTS, SHUTDOWN, STEPS, WAITING, Figures
 
 _WIDTH = 8.0  # inches
-# Readers cannot tell more points of a curve apart.
+# Readers cannot distinguish more points than this on a curve.
 _MAX_POINTS = 160
 # Placeholder colours, which nothing else uses. They are replaced by CSS variables.
 _INK, _GRID, _PAPER = "#010203", "#040506", "#070809"
 _VARIABLES = {_INK: "var(--ink)", _GRID: "var(--grid)", _PAPER: "var(--paper)"}
-# Colour and hatch by part. Waiting has the most conspicuous colour, because readers look for it.
+# Colour and hatch of each part. Waiting has the most conspicuous colour, because readers look for it.
 _STYLES = {
     "data_wait": ("#d55e00", "//"),
     "to_device": ("#e69f00", "||"),
@@ -164,7 +164,7 @@ def host_use(run: Figures) -> Picture | None:
 
 @mpl.rc_context(_SETTINGS)
 def metrics(run: Figures, names: Sequence[str]) -> Picture | None:
-    """Draw the values that the model logged by step, in a small chart per metric. Return None without curves.
+    """Draw the model's logged values over the steps, in a small chart for each metric. Return None without curves.
 
     Args:
         run: The run.
@@ -185,7 +185,7 @@ def metrics(run: Figures, names: Sequence[str]) -> Picture | None:
 
 
 def _curve(axes: Any, points: Sequence[tuple[float, float]], number: int, label: str) -> None:
-    """Draw a curve in the style with this number."""
+    """Draw a curve in the style that has the given number."""
     every = 1 + len(points) // _MAX_POINTS
     shown = points[::-every]  # from the end, to include the last value
     axes.plot(

@@ -1,7 +1,7 @@
-"""``lightning-sm compare``, which compares the time and cost of two runs for the same work. Pure arithmetic.
+"""``lightning-sm compare``, which compares the time and cost of two runs extrapolated to equal work. Pure arithmetic.
 
-The work is a whole training without interruptions: as many samples if both runs record the samples per step, else as
-many steps. The time outside the steps is included, once or in proportion to the steps.
+The work is a whole training without interruptions. It has the same number of samples if both runs record the samples
+per step, else the same number of steps. Time outside the steps is included once, or in proportion to the steps.
 """
 
 from __future__ import annotations

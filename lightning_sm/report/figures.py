@@ -34,7 +34,7 @@ from lightning_sm.record.limits import RankPace
 from lightning_sm.record.runs import ProcessRecord, RunRecord
 from lightning_sm.record.totals import Totals, pace_of, samples_per_step, with_longest_wait
 
-# The parts of the job's total time, in the order of charts and tables.
+# The parts of the job's total time, in the order used by charts and tables.
 WAITING = "waiting for data"
 STEPS = "training steps"
 RESTARTS = "restarts"
@@ -46,7 +46,7 @@ SHARES = (_START, _FIRST, STEPS, WAITING, *_LATER, RESTARTS, SHUTDOWN, OTHER)
 _GROWING = ("validation", "between epochs", "checkpoints")
 # With at least this many lines about data hosts, skip the first one, which includes the slow first batches.
 _LEAST_LINES = 4
-# Readers of a chart cannot tell more intervals apart.
+# Readers cannot distinguish more intervals than this in a chart.
 _MAX_BINS = 80
 _NO_DATA = DataService(0.0)
 RUNNING = "no end recorded"
@@ -110,7 +110,7 @@ class HostSummary:
 
     @property
     def gpu(self) -> float | None:
-        """Mean share of the time in which a kernel ran, over the host's GPUs."""
+        """Share of the time in which a kernel ran, as the mean over the host's GPUs."""
         return _mean(use.gpu for use in self.uses)
 
     @property
@@ -127,7 +127,7 @@ class TrainingRestart:
     Attributes:
         since: When the previous training ended, in seconds since the Unix epoch.
         until: When the steps of the restarted training began, in seconds since the Unix epoch.
-        seconds: The seconds in between, without the time between attempts, in which hosts cost nothing.
+        seconds: The seconds in between, without the time between attempts, when hosts cost nothing.
         num_repeated: Number of steps that were trained again.
     """
 
@@ -240,19 +240,19 @@ class Figures:
 
     @cached_property
     def pace_records(self) -> list[ProcessRecord]:
-        """Records of the rank that sets the pace, or of the first rank without steps, from all attempts."""
+        """Records of the rank that sets the pace, or of the lowest rank if there are no steps, from all attempts."""
         return self.main_records if self.pace_rank is None else self._of_rank(self.pace_rank)
 
     @cached_property
     def pace(self) -> Totals:
-        """The steps of the rank that sets the pace, on which all numbers of the page are based.
+        """The steps of the rank that sets the pace, on which all numbers on the page are based.
 
         A rank whose record is missing may wait longer for data, and the other ranks then wait for it in their backward
-        pass. The data service's figures have the waits of all ranks, so correct the steps by them.
+        pass. The data service's figures include the waits of all ranks, and are used to correct the steps.
         """
         rank = self.pace_rank
         steps = Totals() if rank is None else self.ranks[rank]
-        # By number of the rank, from names such as "rank 3 on algo-1".
+        # By rank number, which is read from names such as "rank 3 on algo-1".
         shares = {int(name.split()[1]): figures.wait_fraction for name, figures in self.data[0].items()}
         longer = max(shares.values(), default=0.0) - shares.get(-1 if rank is None else rank, steps.waiting)
         return replace(steps, parts=with_longest_wait(steps.parts, steps.waiting + longer))
@@ -269,10 +269,10 @@ class Figures:
 
     @cached_property
     def spans(self) -> dict[str, list[float]]:
-        """Seconds of each span of the pace rank and its host by display name, without spans during restarts."""
+        """Seconds of each span on the pace rank and its host, by display name. Spans during restarts are left out."""
         spans: dict[str, list[float]] = defaultdict(list)
         for span in lines_of([*self.pace_records, *self._pace_launchers], Span):
-            # Skip any overlap with a restart: a process that waits for one begins before it.
+            # Skip every span that overlaps a restart: the span of a process that waits for a restart begins before it.
             if not any(span.begin < restart.until and restart.since < span.t for restart in self.restarts):
                 spans[SPANS.get(span.name, OTHER)].append(span.seconds)
         return dict(spans)
@@ -343,7 +343,7 @@ class Figures:
         shares = dict.fromkeys(SHARES, 0.0) | {name: math.fsum(seconds) for name, seconds in self.spans.items()}
         shares[RESTARTS] = math.fsum(restart.seconds for restart in self.restarts)
         for record in self.pace_records[-1:]:
-            # From the training process's last line to the end of its launcher, which may wait for other hosts.
+            # The time from the training process's last line to the end of its launcher, which may wait for other hosts.
             launchers = [one for one in self._pace_launchers if one.attempt == record.attempt]
             ended = max(line.t for line in record.lines)
             shares[SHUTDOWN] = max([0.0, *(end.t - ended for end in lines_of(launchers, End))])
@@ -359,7 +359,7 @@ class Figures:
 
     @property
     def growing_step_s(self) -> float:
-        """Seconds per step outside the steps, in spans whose total time is proportional to the number of steps."""
+        """Seconds outside the steps, per step, in spans whose total time is proportional to the number of steps."""
         return math.fsum(self.shares[name] for name in _GROWING) / max(1, self.pace.num_trained)
 
     @property
@@ -380,9 +380,9 @@ class Figures:
 
     @cached_property
     def data(self) -> tuple[dict[str, RankFigures], list[HostFigures]]:
-        """Figures of ranks and data hosts, summed over the processes of rank 0.
+        """Figures for ranks and data hosts, summed over the processes of rank 0.
 
-        Exclude the first figures of each process, which include the slow first batches, if enough follow.
+        The first figures of each process include the slow first batches, and are excluded if enough others follow.
         """
         ranks: dict[str, RankFigures] = {}
         hosts: dict[str, HostFigures] = {}
@@ -392,7 +392,7 @@ class Figures:
             last_ranks, last_hosts = _by_name(lines[-1])
             for name, rank in last_ranks.items():
                 ranks[name] = ranks.get(name, RankFigures()).plus(rank.since(first_ranks.get(name)))
-            # A host that only an earlier attempt had counts with no workers.
+            # A host that existed only in an earlier attempt counts as having no workers.
             for name in {**hosts, **last_hosts} if last_hosts else ():
                 host = last_hosts.get(name, HostFigures(name)).since(first_hosts.get(name))
                 hosts[name] = hosts.get(name, HostFigures(name)).plus(host)
@@ -400,7 +400,7 @@ class Figures:
 
     @cached_property
     def metrics(self) -> dict[str, list[tuple[int, float]]]:
-        """Steps and values of each metric, with NaN for infinity. Values of repeated steps replace earlier ones."""
+        """Steps and values of each metric; infinity becomes NaN. Values of repeated steps replace earlier ones."""
         series: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for record in self.main_records:
             own: dict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -442,9 +442,9 @@ class Figures:
 
     @cached_property
     def bins(self) -> list[tuple[float, float, Totals]]:
-        """The steps of the rank that sets the pace over time, for charts.
+        """The steps of the rank that sets the pace, summed over intervals of time for charts.
 
-        Each interval with steps has its begin and end, in seconds since the run began, and the sums of its steps.
+        Each interval that has steps is given by its begin and end, in seconds since the run began, and its totals.
         """
         width = max(1e-9, (self.attempts[-1].end - self.begin) / _MAX_BINS)
         bins = []
@@ -463,7 +463,7 @@ class Figures:
 
     @property
     def newest_records(self) -> list[ProcessRecord]:
-        """Records of the last attempt, only the newest one of each restarted process."""
+        """Records of the last attempt, with only the newest one for each restarted process."""
         return list({(record.head.host, record.head.who): record for record in self._latest}.values())
 
     @cached_property
@@ -541,7 +541,7 @@ def _known(kind: type[_F], values: Mapping[str, object]) -> _F:
 
 
 def lines_of(records: Iterable[ProcessRecord], kind: type[_L]) -> list[_L]:
-    """Return the lines of a kind in some records, in order."""
+    """Return the lines of one kind in the given records, in order."""
     return [line for record in records for line in record.lines if isinstance(line, kind)]
 
 

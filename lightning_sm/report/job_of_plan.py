@@ -13,7 +13,7 @@ from lightning_sm.record.prices import Prices
 from lightning_sm.report.sizing import Sizing, sentence
 
 _WIDTH = 110
-# If the run had no data hosts, add them in a group with this name: its hosts serve data.
+# The group for new data hosts if the run had none; hosts of a group with this name serve data.
 _DATA_GROUP = "data"
 _OPTION = re.compile(r"--([\w.+]+)=.*", re.ASCII | re.DOTALL)
 
@@ -21,8 +21,8 @@ _OPTION = re.compile(r"--([\w.+]+)=.*", re.ASCII | re.DOTALL)
 def job_of_plan(planned: Sizing, prices: Prices) -> str:
     """Return a job file that runs the best line of a plan.
 
-    It contains what the record has about the job. Other required values are placeholders in angle brackets, which
-    ``lightning-sm submit`` rejects.
+    The file contains what the record says about the job. Other required values are placeholders in angle brackets,
+    which ``lightning-sm submit`` rejects.
 
     Args:
         planned: The plan.

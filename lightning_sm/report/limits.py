@@ -26,7 +26,7 @@ class Limit:
 
     Attributes:
         name: The limit in a few words, such as ``checkpoints``.
-        seconds: Its cost in seconds of the whole job.
+        seconds: Its cost in seconds, over the whole job.
         finding: The measurements, in a sentence or two.
         change: What to do about it, in the imperative; empty if ``finding`` includes that.
         is_work: Whether it is the work of the training itself, which a change can shorten, but not remove.
@@ -71,7 +71,7 @@ def limits(run: Figures, advice: str = "") -> list[Limit]:
 
     Args:
         run: The run.
-        advice: How to shorten the wait for data, if known better than from the cause; else empty.
+        advice: How to shorten the wait for data, if better advice than the cause's is known; else empty.
 
     Returns:
         The limits; empty for fewer than ``MIN_STEPS`` steps.

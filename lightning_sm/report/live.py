@@ -73,7 +73,7 @@ class LiveJob:
         job: Name of the job.
         attempt: The current attempt, counted from 1.
         seconds: Total seconds of the attempts so far.
-        until: When the last line was written, in seconds since the Unix epoch. All other values are as of this time.
+        until: When the last line was written, in seconds since the Unix epoch. All other values refer to this time.
         ending: Outcome of the job, in a sentence; empty while it runs.
         step: Number of completed optimizer steps.
         steps_per_s: Training steps per second.
@@ -99,7 +99,7 @@ class LiveJob:
 
 
 def watch(sources: Sequence[Path], job: str | None, *, is_once: bool, is_json: bool) -> int:
-    """Show a job until it ends, or is silent for ``SILENCE_S``; return the exit code.
+    """Show a job until it ends or has been silent for ``SILENCE_S``; return the exit code.
 
     Args:
         sources: Folders with the record of the job in or below them.
@@ -118,7 +118,7 @@ def watch(sources: Sequence[Path], job: str | None, *, is_once: bool, is_json: b
             run = max(map(Figures, read_runs(sources, job)), key=lambda run: run.begin)
         except JobConfigError:
             if known is None:
-                raise  # else the emulator may be moving an attempt's folders: retry
+                raise  # otherwise, retry: the emulator may be moving an attempt's folders
         else:
             if run.run != known:
                 known, known_at = run.run, time.monotonic()
@@ -160,7 +160,7 @@ def live(run: Figures) -> LiveJob:
 
 
 def as_text(shown: LiveJob) -> str:
-    """Format a job as text. If it has ended, add its outcome, and a note that the rest is from before the end."""
+    """Format a job as text. If it has ended, add its outcome, and a note that other values are from before the end."""
     attempt = f", attempt {shown.attempt}" if shown.attempt > 1 else ""
     facts = [] if shown.step is None else [f"step {shown.step:,}"]
     facts += [] if shown.steps_per_s is None else [f"{rate(shown.steps_per_s)} steps/s"]

@@ -86,7 +86,7 @@ def _numbers(run: Figures, prices: Prices) -> Iterator[tuple[str, str]]:
         yield "cost", prices.amount(amount)
     if run.pace.waiting >= NOT_INPUT_BOUND:
         yield "steps wait for data", percent(run.pace.waiting)
-    # Prefer metrics of the validation to those of the training, and other metrics to losses.
+    # Prefer validation metrics to training metrics, and other metrics to losses.
     for name in sorted(_metric_names(run), key=lambda name: (not name.startswith("val"), "loss" in name))[:1]:
         values = finite(run.metrics[name])
         best = f"{(min if _LOWER_IS_BETTER.search(name) else max)(values, default=math.nan):.4g}"

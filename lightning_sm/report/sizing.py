@@ -4,9 +4,9 @@ As in tf.data service's autoscaler, the slowest part of a step sets the pace:
 
     T(W) = max(t0, c / (W * e), wire) + rest
 
-where ``t0`` is the time of a step without waiting for data, ``c`` the total work of all workers for one step, ``W`` the
-number of workers, ``e`` the share of the time in which they are busy, ``wire`` the network's time for one step, and
-``rest`` what the measured step took beyond that. All times are in seconds.
+where ``t0`` is the time of a step without waiting for data, ``c`` is the total work of all workers for one step, ``W``
+is the number of workers, ``e`` is the share of the time in which they are busy, ``wire`` is the network's time for one
+step, and ``rest`` is the time that the measured step took beyond the maximum. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TARGET = 0.9
 _LEAST_BYTES_S = 1e9 / 8
 # Do not propose changes that save less than this share of the job.
 _WORTH = 0.02
-# Do not propose more than this many times the measured workers: then the transforms are the problem.
+# Do not propose more than this many times the measured workers: if so many are needed, the transforms are the problem.
 _MOST_WORKERS = 10
 
 
@@ -47,10 +47,10 @@ class MeasuredRun:
         num_ranks: Number of ranks.
         num_hosts: Number of data hosts that build the batches.
         busy: ``e``: the share of the time in which workers were busy while training waited, 0 to 1.
-        wire_s: Minimum seconds of the network for one step; 0 if batches do not cross a network.
+        wire_s: Minimum seconds that the network needs for one step; 0 if batches do not cross a network.
         rest_s: Seconds of a measured step beyond the slowest part, such as its share of the wait for the first batch of
             each epoch.
-        most_here: Maximum number of workers for the CPUs of all ranks or data hosts of the run.
+        most_here: Maximum number of workers that the CPUs of the run's ranks or data hosts allow.
     """
 
     own_s: float
@@ -108,8 +108,8 @@ class Sizing:
         measured: The measurements of its input.
         lines: The measured number of workers, the best one, and the largest one, which removes the waiting or uses all
             available CPUs.
-        best: The line to choose: the cheapest one, or the first line if that would save too little. Without prices, all
-            hosts count as equally expensive.
+        best: The line to choose: the cheapest one, or the first line if the cheapest would save too little. Without
+            prices, all hosts count as equally expensive.
         kind: Instance type of the data hosts; None for the measured one.
         steps: Number of steps of the whole job.
     """
@@ -260,7 +260,7 @@ def _local(run: Figures, own_s: float) -> MeasuredRun:
     workers = round(of_all_ranks([loader.workers for loader in loaders], run.world_size))
     num_ranks = max(1, run.world_size)
     most = num_ranks * min(max(1, loader.cpus // max(1, loader.ranks_of_host)) for loader in loaders)
-    # If workers are too slow, they are always busy. If not, this is an upper bound of their work. Without workers, the
+    # If workers are too slow, they are always busy. If not, this is an upper bound on their work. Without workers, the
     # training process builds its batches between two steps.
     cost_s = min(workers, most) * step_s if workers else waiting * step_s * num_ranks
     return MeasuredRun(own_s, cost_s, workers, num_ranks, most_here=most)
@@ -276,7 +276,7 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
     # Divide by each rank's steps: the last figures of some ranks may be missing.
     cost_s = of_all_ranks([rank.produce_s / rank.num_steps for rank in ranks.values()], run.world_size)
     num_bytes = of_all_ranks([rank.num_bytes / rank.num_steps for rank in ranks.values()], run.world_size)
-    # Network rates: while a rank waited, or by transfer, when workers were slower than the network.
+    # Bytes per second of all steps, and of transfers alone, which are higher if workers were slower than the network.
     rates = [rank.num_bytes / rank.seconds for rank in ranks.values() if rank.seconds > 0]
     rates += [rank.num_bytes / rank.transfer_s for rank in ranks.values() if rank.transfer_s > 0]
     capacity_s = math.fsum(host.capacity_s for host in up)
@@ -303,7 +303,7 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
 
 
 def _same_hosts(measured: MeasuredRun) -> Iterator[tuple[int, int]]:
-    """Yield pairs of workers and data hosts, with more workers per rank or data host, up to the number of CPUs."""
+    """Yield pairs (workers, data hosts) with more workers per rank or data host, up to the number of CPUs."""
     places = measured.num_hosts or measured.num_ranks
     first = round(measured.workers / places) + 1
     needed = max(first, math.ceil(measured.workers_needed / places))
@@ -312,8 +312,8 @@ def _same_hosts(measured: MeasuredRun) -> Iterator[tuple[int, int]]:
 
 
 def _more_hosts(measured: MeasuredRun, kind: str | None) -> Iterator[tuple[int, int]]:
-    """Yield pairs of workers and data hosts, with more data hosts, until there is no waiting."""
-    # Add hosts of the measured kind to the existing ones, but replace these with hosts of another kind.
+    """Yield pairs (workers, data hosts) with more data hosts, until there is no waiting."""
+    # Hosts of the measured kind are added to the existing ones; hosts of another kind replace them.
     first, per_host = measured.num_hosts + 1, measured.most_here // max(1, measured.num_hosts)
     if kind is not None:
         vcpus = num_vcpus(kind)

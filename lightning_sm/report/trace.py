@@ -1,8 +1,8 @@
 """The timeline of a run for Perfetto (https://ui.perfetto.dev), in Chrome's trace event format.
 
 Each process with a record becomes a process in Perfetto. All share one clock: seconds since the run began, measured on
-the process's host. Rank 0's figures about data hosts have separate tracks, for data hosts without a record. The format
-is described in https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+the process's host. Rank 0's figures about data hosts have separate tracks, which include data hosts without a record.
+The format is described in https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
 
 from __future__ import annotations

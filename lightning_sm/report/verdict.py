@@ -61,7 +61,7 @@ def changes(run: Figures, prices: Prices) -> list[str]:
         advice_on_waiting = ""
     found = limits(run, advice_on_waiting)
     first = leading(found, run.seconds)
-    # The parts of the training itself are necessary work: list one only if it leads.
+    # The parts of the training itself are necessary work, so list one only if it is the leading limit.
     return [_change(run, limit, prices) for limit in found if limit is first or not limit.is_work]
 
 

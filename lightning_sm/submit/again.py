@@ -108,7 +108,7 @@ def _groups(resources: dict[str, Any]) -> dict[str, Any]:
             group["InstanceGroupName"]: {"instance_type": group["InstanceType"], "count": group["InstanceCount"]}
             for group in groups
         }
-    preferences = resources.get("InstancePreferences")  # the service chooses hosts: only the keys' names matter
+    preferences = resources.get("InstancePreferences")  # the service chooses hosts, so only key names matter
     only = preferences[0] if preferences else resources
     group = {"instance_type": only["InstanceType"], "count": only.get("InstanceCount", 1)}
     if not preferences:

@@ -1,4 +1,4 @@
-"""``lightning-sm submit``, which submits the job in a job file, or checks it, or runs it locally."""
+"""``lightning-sm submit``, which submits or checks the job in a job file, or runs it locally."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from lightning_sm.submit.problems import JobProblem
 
 
 def cost_problems(job: Job) -> Iterator[JobProblem]:
-    """Yield a problem if a job can cost more than ``max_cost``, or its cost is unknown.
+    """Yield a problem if a job can cost more than ``max_cost``, or if its cost is unknown.
 
     Args:
         job: The content of the job file.

@@ -20,7 +20,7 @@ _LOG = command_logger(__name__)
 
 # The platform of SageMaker's training instances, whatever this machine's platform is.
 _PLATFORM = "linux/amd64"
-# Long enough to build and push images with CUDA, which have several gigabytes.
+# Long enough to build and push images with CUDA, which take several gigabytes.
 _TIMEOUT_S = 4 * 3600.0
 
 
@@ -80,7 +80,7 @@ def push_image(ecr: Any, image: str) -> str:
 
 
 def _pushed(ecr: Any, account: str, repository: str, image: str) -> str | None:
-    """Return a digest of an image that Docker lists and its repository still has; None if there is none."""
+    """Return a digest that Docker lists for an image, if the repository still has that digest, else None."""
     name = repository.partition("/")[2]
     known_names: list[str] = json.loads(docker("image", "inspect", "--format", "{{json .RepoDigests}}", image)) or []
     for known_name in known_names:
@@ -99,7 +99,7 @@ def _pushed(ecr: Any, account: str, repository: str, image: str) -> str | None:
 
 def _run_docker(*arguments: str) -> None:
     """Run a slow command of Docker's client, and show its output."""
-    # SageMaker needs an image, not an index of an image and its attestations, as BuildKit would create.
+    # SageMaker needs an image, not the index of an image and its attestations that BuildKit would create.
     env = {**os.environ, "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
     try:
         done = subprocess.run(

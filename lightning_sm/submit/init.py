@@ -25,7 +25,7 @@ examples:
   lightning-sm submit job.yaml --dry-run     check it, once you have filled in each <...>
 
 exit codes: 0 the file is written, 2 it exists, or there is no such script"""
-# The longest name in a job file; preflight checks it.
+# The maximum length of a name in a job file, which preflight checks.
 _NAME_CHARS = 39
 
 

@@ -265,7 +265,7 @@ class Job:
         default=30,
     )
     tags: dict[str, str] = key("Tags of the job.", "{project: digits}", made=dict)
-    # ``near`` has the SDKs' names of settings that belong in it.
+    # ``near`` lists the SDKs' names for settings that belong in ``request``.
     request: dict[str, Any] = key(
         "[Any other arguments](../submit.md#other-settings) of CreateTrainingJob, under their API names.",
         "{VpcConfig: {Subnets: [subnet-1], SecurityGroupIds: [sg-1]}}",

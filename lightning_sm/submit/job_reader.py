@@ -136,7 +136,7 @@ class JobReader:
         while rest:
             inner = get_args(kind)[1] if get_origin(kind) is dict else Any
             if not is_section(kind) and not is_section(inner):
-                # Names of hyperparameters may contain dots, names of a request's members do not.
+                # Names of hyperparameters may contain dots; names of a request's members cannot.
                 return [*parts, *(rest.split(".") if parts[-1] == "request" else [rest])], inner
             name, _, rest = rest.partition(".")
             parts.append(name)

@@ -58,7 +58,7 @@ class KeyField:
 
     @property
     def is_required(self) -> bool:
-        """Whether a job needs it."""
+        """Whether a job needs the key."""
         return self.default is dataclasses.MISSING
 
     @property
@@ -176,7 +176,7 @@ def key(
         least: Smallest number allowed.
         unit: Unit of a number.
         default: The value if the key is missing; a key without a default is required.
-        made: Creates the default value instead.
+        made: A function that creates the default value, instead of ``default``.
     """
     about = JobKey(meaning, example, near, least, unit)
     return dataclasses.field(default=default, default_factory=made, metadata={"about": about})

@@ -16,7 +16,7 @@ from lightning_sm.job.emulated_service import GroupSpec
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.training_job import script_options
 
-# Keys with no effect on this machine, which the script might rely on.
+# Keys that have no effect on this machine, although the script might rely on them.
 _NOT_LOCAL = ("spot", "tune", "request")
 
 
@@ -38,7 +38,7 @@ def run_containers(job: Job) -> int:
 
 
 def ignored_keys(job: Job) -> list[str]:
-    """Return a warning for each setting that the script might rely on, but has no effect on this machine."""
+    """Return a warning for each setting that the script might rely on, but that has no effect on this machine."""
     warnings = [f"{name} is ignored with --local." for name in _NOT_LOCAL if getattr(job, name)]
     for name, channel in job.channels.items():
         if (channel.mode, channel.distribution) != ("File", "FullyReplicated"):

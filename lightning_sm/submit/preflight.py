@@ -94,7 +94,7 @@ def _groups(job: Job) -> Iterator[JobProblem]:
         data_groups = DATA_GROUPS.read(job.environment)
         jobs = [SageMakerJob(name, hosts, groups, "the job file", data_groups=data_groups) for name in hosts]
         roles = {host.current_host: Topology.from_job(host).role for host in jobs}
-    except JobConfigError:  # a problem of the environment
+    except JobConfigError:  # a problem with the environment
         return
     except TopologyError as error:
         yield JobProblem("groups", f"groups: {error}")

@@ -18,7 +18,7 @@ from lightning_sm.submit.job_file import Job
 
 _LOG = command_logger(__name__)
 
-# A few regions serve the list for all: https://docs.aws.amazon.com/general/latest/gr/billing.html
+# A few regions serve the list for all regions: https://docs.aws.amazon.com/general/latest/gr/billing.html
 _REGION = "us-east-1"
 
 

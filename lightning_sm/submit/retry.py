@@ -36,13 +36,13 @@ def submit_until_capacity(
         submit: Starts the job under a new name, and returns the name.
         watch: Waits until the job with the given name ends, and returns its description. If None, do not wait.
         retries: Maximum number of submissions, and the pauses between them.
-        sleep: Sleeps for some seconds.
+        sleep: Sleeps for the given number of seconds.
 
     Returns:
         The description of the last job; without ``watch``, only its ``TrainingJobName``.
 
     Raises:
-        ClientError: The service rejected the job in the last try, for a reason other than capacity, or because the job
+        ClientError: The service rejected the job on the last try, for a reason other than capacity, or because the job
             exceeds the quota.
     """
     attempt = 0

@@ -1,7 +1,7 @@
 """The limits of the APIs that accept jobs, from botocore's API models.
 
-botocore only checks types, names and minima. Its models also contain maxima, patterns and enumerations, but it leaves
-these checks to the service, which reports one violation at a time.
+botocore only checks types, names and minima. Its models also contain maxima, patterns and enumerations, but botocore
+leaves these checks to the service, which reports one violation at a time.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _input_shape(operation: str = "CreateTrainingJob") -> Any:
 
 
 def _violations(value: Any, shape: Any, path: str) -> Iterator[JobProblem]:
-    """Yield a problem for each unknown or missing member, value of the wrong type, and value beyond a limit."""
+    """Yield a problem for each unknown or missing member, and each value of the wrong type or beyond a limit."""
     types, words, unit = _KINDS[shape.type_name]
     if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
         yield _problem(path, f"is not {words}.")

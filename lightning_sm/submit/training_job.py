@@ -18,7 +18,7 @@ from lightning_sm.submit.job_file import InputChannel, Job
 
 # The format of the SDKs' job names, without the milliseconds, which two submitters may share.
 _TIME = "-%Y-%m-%d-%H-%M-%S-"
-# The longest start of a name; the service limits the whole name to 63 characters.
+# The maximum length of the start of a name; the service limits the whole name to 63 characters.
 MAX_NAME_CHARS = 63 - len("-2026-11-26-23-59-59-") - 3
 
 
@@ -34,7 +34,7 @@ def new_job_name(start: str) -> str:
 def prepared(job: Job) -> Job:
     """Return a job with all environment variables of its hosts, including a new secret.
 
-    Its channels either all name groups or none do, as the service requires.
+    Either all of its channels name groups, or none does, as the service requires.
     """
     has_groups = len(job.groups) > 1 and any(channel.groups for channel in job.channels.values())
     channels = {

@@ -1,7 +1,7 @@
 """GpuTimer: measures how long a CUDA device works on each part of a step, without waiting for the device.
 
-Host times only show when work was launched. So some steps record events in the stream, and the timer reads them many
-steps later, when the device has passed them. It never synchronises, and records no events in a CUDA graph.
+Host times only show when work was launched. So during some steps, the timer records events in the stream, and reads
+them many steps later, when the device has passed them. It never synchronises, and records no events in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_sm.record.step_clock import ON_GPU
 
 # Events cost a few microseconds each, so time only every n-th step.
 _EVERY_N_STEPS = 10
-# If the device is far behind, or is rarely read, keep only the newest steps.
+# If the device is far behind, or the timer is rarely read, keep only the newest steps.
 _MOST_PENDING = 16
 
 
@@ -26,10 +26,11 @@ def _timing_event() -> Any:
 
 
 class GpuTimer:
-    """A timer of the parts of some steps on a CUDA device.
+    """A timer for the parts of some steps on a CUDA device.
 
     Args:
-        make_event: Returns an event with methods ``record``, ``query`` and ``elapsed_time`` of ``torch.cuda.Event``.
+        make_event: Returns an event with the methods ``record``, ``query`` and ``elapsed_time`` of
+            ``torch.cuda.Event``.
         is_capturing: Returns whether the current stream is capturing a CUDA graph, in which events have no time.
     """
 
@@ -70,7 +71,7 @@ class GpuTimer:
         self._marks = None
 
     def read(self) -> dict[str, float] | None:
-        """Return the mean seconds of a step by part, for the steps that the device finished since the last call.
+        """Return the mean seconds per step by part, over the steps that the device has finished since the last call.
 
         Returns:
             The previous means if no step was finished; None if no step was ever timed.

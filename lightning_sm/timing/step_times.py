@@ -1,4 +1,4 @@
-"""StepTimes: measure where training time goes, and record it while the job runs."""
+"""StepTimes: measure where training time goes, and record the measurements while the job runs."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class StepTimes(UnlistedCallback):
     On a CUDA device, forward, backward and optimizer are measured on the device, in every tenth step and without
     waiting for the device. Waiting for data while the device is still busy does not count as waiting.
 
-    Every ``log_every_n_steps`` batches, rank 0 logs the means since the last time to the Trainer's loggers:
-    ``time/step_ms`` and its parts ``time/data_wait_ms``, ``time/to_device_ms``, ``time/forward_ms``,
-    ``time/backward_ms``, ``time/optimizer_ms`` and ``time/other_ms``, and as ``time/input_bound`` the share of the time
-    spent waiting for data, 0 to 1. In a SageMaker job, each rank writes its times to the record of the run
+    Every ``log_every_n_steps`` batches, rank 0 logs means over the steps since the previous log to the Trainer's
+    loggers: ``time/step_ms`` and its parts ``time/data_wait_ms``, ``time/to_device_ms``, ``time/forward_ms``,
+    ``time/backward_ms``, ``time/optimizer_ms`` and ``time/other_ms``. It also logs ``time/input_bound``, the share of
+    the time spent waiting for data, 0 to 1. In a SageMaker job, each rank writes its times to the record of the run
     (``lightning_sm.record.events``).
 
     ``SageMakerCLI`` and ``SageMakerTrainer`` add this callback to every job, and data hosts add it to any Trainer.
@@ -71,7 +71,7 @@ class StepTimes(UnlistedCallback):
         self._next_line_at = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the state of this process: strategies that spawn processes pickle the Trainer."""
+        """Omit the state of this process, because strategies that spawn processes pickle the Trainer."""
         return vars(StepTimes(self._job))
 
     @property
@@ -114,7 +114,7 @@ class StepTimes(UnlistedCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._clock, self._is_timing = step_clock.StepClock(), True
-        # With manual optimization, any of the user's code may follow.
+        # With manual optimization, any user code may follow the backward pass.
         self._after_backward = step_clock.OPTIMIZER if pl_module.automatic_optimization else step_clock.OTHER
         self._gpu = GpuTimer() if trainer.strategy.root_device.type == "cuda" else None
         now = time.time()
@@ -130,8 +130,8 @@ class StepTimes(UnlistedCallback):
         self._clock.begin_span("first_batch")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin the forward pass. The batch is on its device."""
-        self._optimizer_depth = 0  # in case the last optimizer step raised, and the user's code caught it
+        """Begin the forward pass; the batch is already on its device."""
+        self._optimizer_depth = 0  # in case the user's code caught an exception of the last optimizer step
         self._clock.enter(step_clock.FORWARD)
         if self._gpu is not None:
             self._gpu.begin_step(step_clock.FORWARD)
@@ -215,7 +215,7 @@ class StepTimes(UnlistedCallback):
         begin_profile, end_profile, save = loop._on_before_fetch, loop._on_after_fetch, trainer.save_checkpoint
 
         def on_before_fetch() -> None:
-            # A training_step that accepts an iterator fetches batches itself: return to its part afterwards.
+            # A training_step that accepts an iterator fetches batches itself, so note the part to return to.
             current = self._clock.current
             self._fetch_returns_to = step_clock.TO_DEVICE if current == step_clock.OTHER else current
             self._clock.enter(step_clock.DATA_WAIT)
@@ -236,7 +236,7 @@ class StepTimes(UnlistedCallback):
         # The fetcher reads these two methods from the loop at the start of each epoch, so replacing them works.
         self._replace(loop, "_on_before_fetch", on_before_fetch)
         self._replace(loop, "_on_after_fetch", on_after_fetch)
-        # Wrap run: Lightning calls the validation hooks only after starting the validation loader's workers.
+        # Wrap run, because Lightning calls the validation hooks only after starting the validation loader's workers.
         self._replace(loop.val_loop, "run", self._span("validation")(loop.val_loop.run))
         self._replace(trainer, "save_checkpoint", save_checkpoint)
         is_automatic = trainer.lightning_module.automatic_optimization
@@ -261,7 +261,7 @@ class StepTimes(UnlistedCallback):
             self._enter(step_clock.OTHER if is_automatic else step_clock.FORWARD)
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Replace a method of an object. Restore it when the run ends, unless other code has replaced it since."""
+        """Replace a method of an object until the run ends; if other code has replaced it since, do not restore it."""
         setattr(owner, name, method)
 
         def restore() -> None:

@@ -1,4 +1,4 @@
-"""An exchange of values between all ranks."""
+"""An exchange of values among all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def of_all_ranks(value: T) -> list[T]:
-    """Return the values of all ranks, or only this rank's without a process group. A collective call."""
+    """Return the value of each rank; without a process group, only this rank's. A collective call."""
     if not distributed.is_initialized():
         return [value]
     values: list[Any] = [None] * distributed.get_world_size()

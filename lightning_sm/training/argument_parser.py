@@ -1,4 +1,4 @@
-"""Lightning's argument parser, with hints for options of older versions and of other examples."""
+"""Lightning's argument parser, with hints about options from older versions and from other examples."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_sm.data.settings import DataServiceSettings
 # Name of the data service's arguments in --help and in configuration files.
 DATA_SERVICE = "data_service"
 _DEVICES = "--trainer.accelerator={} --trainer.devices=NUMBER"
-# Replacements for options. Lightning 2.0 removed those of trainer; those of logger come from a LightningCLI that adds a
-# TensorBoardLogger; the others are hyperparameters of AWS's samples and of its library for model parallelism.
+# Replacements for options. Lightning 2.0 removed the trainer options, and the logger options come from a LightningCLI
+# that adds a TensorBoardLogger. All others are hyperparameters in AWS's samples and its model parallel library.
 REPLACED_OPTIONS = {
     "trainer.weights_save_path": "--trainer.callbacks=ModelCheckpoint --trainer.callbacks.dirpath=FOLDER",
     "trainer.resume_from_checkpoint": "--ckpt_path=FILE",
@@ -48,23 +48,23 @@ REPLACED_OPTIONS = {
 class ScriptArgumentParser(LightningArgumentParser):
     """The default ``parser_class`` of ``SageMakerCLI``.
 
-    It omits the settings of the data service if all are defaults, so that ``LightningCLI`` can also read the output of
-    ``--print_config``. An error about a replaced option names the replacement.
+    It omits the data service's settings if all have their defaults, so that ``LightningCLI`` can also read the output
+    of ``--print_config``. An error about a replaced option names the replacement.
     """
 
     subcommand_names: tuple[str, ...] = ()
     """The subcommands of this parser, in the order of its help; empty for the parser of a subcommand."""
 
     def dump(self, cfg: Namespace, *args: Any, **kwargs: Any) -> str:
-        """Return a configuration as text, without the settings of the data service if all are defaults."""
+        """Return a configuration as text, without the data service's settings if all have their defaults."""
         with warnings.catch_warnings():
-            # Lightning passes an argument that jsonargparse has renamed, but the warning would point at this line.
+            # Lightning passes an argument that jsonargparse has renamed, but the warning would blame this line.
             warnings.simplefilter("ignore", DeprecationWarning)
             text: str = super().dump(_without_default_settings(cfg), *args, **kwargs)
         return text
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the usage, the error and hints, then exit with 2, or raise if the parser is set to."""
+        """Print the usage, the error and hints, then exit with status 2; raise if the parser's settings say so."""
         is_unknown = "unrecognized arguments" in message.lower()
         hints = [
             f"{name} is not an option here. Use {new}." for name, new in REPLACED_OPTIONS.items() if _has(message, name)

@@ -1,6 +1,6 @@
 """The callbacks that every ``Trainer`` and ``Fabric`` gets if this package is installed.
 
-Lightning gets them through the entry points ``*.callbacks_factory`` in pyproject.toml, so they also check scripts that
+Lightning finds them through the entry points ``*.callbacks_factory`` in pyproject.toml, so they also check scripts that
 do not import this package. Every process that makes a Trainer imports this module, even on a laptop, so it must not
 import anything slow.
 """
@@ -17,7 +17,7 @@ from lightning_sm.job.variables import SEPARATE_HOSTS
 
 
 def callbacks() -> Sequence[Any]:
-    """Return a check of the number of hosts, or nothing if this host cannot train separately by mistake.
+    """Return a callback that checks the number of hosts, or none if this host cannot train separately by mistake.
 
     Raises:
         JobConfigError: This is a host of a job, but the job's files are malformed.

@@ -54,20 +54,20 @@ class SageMakerCLI(LightningCLI):
     Outside SageMaker, it behaves like ``LightningCLI``. In a SageMaker job, it also
 
     - reads its arguments from the hyperparameters, and runs ``fit`` if they name no subcommand;
-    - sets ``trainer.num_nodes``, the cluster environment, and, if a launcher such as torchrun determines their number,
-      the devices;
+    - sets ``trainer.num_nodes`` and the cluster environment, and also the number of devices if a launcher such as
+      torchrun determines it;
     - uses ``SMDDPStrategy`` if the SDK's ``distribution`` asks for it, the job supports it, and the user has chosen no
       other strategy;
-    - sets arguments of the DataModule to the paths of channels: ``x_dir`` to channel ``x``; ``data_dir`` or ``root``
-      to ``training``, ``train`` or the only channel;
-    - writes TensorBoard and CSV logs, and checkpoints, to the folders that SageMaker uploads during training, if the
-      job has them, and otherwise to the output data directory (one folder per host). Relative folders of
-      ``default_root_dir``, TensorBoard and CSV loggers, and ``ModelCheckpoint`` become relative to these;
+    - sets the DataModule's arguments to channel paths: ``x_dir`` to the path of channel ``x``, and ``data_dir`` or
+      ``root`` to that of ``training``, ``train`` or the only channel;
+    - writes TensorBoard logs, CSV logs and checkpoints to the folders that SageMaker uploads during training if the job
+      has them, and otherwise to the output data directory (one folder per host). Relative folders in
+      ``default_root_dir``, TensorBoard and CSV loggers, and ``ModelCheckpoint`` become relative to these folders;
     - makes TensorBoard and W&B continue the curves of earlier attempts after a restart;
     - saves a checkpoint in the checkpoint directory when the job is interrupted, and resumes from the latest valid one
       whenever the CLI or the script calls ``fit`` (see ``SpotCheckpoint``);
     - writes the best model, and the configuration without secrets (see ``SECURITY.md``), to the model directory;
-    - logs progress as lines;
+    - logs progress line by line;
     - runs the workers of all loaders on the hosts of data groups.
 
     Values that the user sets take precedence. A value that contradicts the cluster is an error.
@@ -75,8 +75,8 @@ class SageMakerCLI(LightningCLI):
     Args:
         model_class: As in ``LightningCLI``.
         datamodule_class: As in ``LightningCLI``.
-        channels: Maps channels to arguments that the rule above does not cover, by name: a parameter of the DataModule,
-            or a dotted key such as ``model.weights``.
+        channels: Maps channel names to arguments that the rule above does not cover. An argument is the name of a
+            DataModule parameter, or a dotted key such as ``model.weights``.
         *args: Other positional arguments of ``LightningCLI``.
         **kwargs: Other keyword arguments of ``LightningCLI``.
 
@@ -113,13 +113,13 @@ class SageMakerCLI(LightningCLI):
             else:
                 self.environment = SageMakerEnvironment(self.job)
                 prepare_process(self.environment)
-            # Overwrite config.yaml: otherwise, a resumed job fails because it exists from the first attempt.
+            # Overwrite config.yaml: otherwise, a resumed job would fail, because the first attempt left the file there.
             settings["save_config_kwargs"] = {"overwrite": True, **(settings.get("save_config_kwargs") or {})}
         settings.setdefault("parser_class", ScriptArgumentParser)
         super().__init__(**settings)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments, then set values from the job that the user has not set."""
+        """Parse the arguments, then take values that the user has not set from the job."""
         if self.job is None:
             super().parse_arguments(parser, args)
         else:
@@ -128,8 +128,8 @@ class SageMakerCLI(LightningCLI):
             with _links_postponed([parser, *getattr(self, "_subcommand_parsers", {}).values()]):
                 self.config = _parse(parser, args)
                 # Parse again without defaults and default_config_files, so that only the user's values remain. Pass the
-                # default classes, or jsonargparse would not know their options. Classes on the command line need not be
-                # passed: an option may precede the change of its class, so jsonargparse must find them in order.
+                # default classes, or jsonargparse would not know their options. Leave out classes on the command line:
+                # jsonargparse must find these in order, because an option may precede a change of its class.
                 explicit = _parse(parser, args, _classes_only(self._defaults(parser)), defaults=False)
             self._adapt_to_job(self.job, parser, explicit)
         self._take_data_service_settings()
@@ -137,7 +137,7 @@ class SageMakerCLI(LightningCLI):
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Set up the parsers, with the settings of the data service after all other options."""
+        """Set up the parsers, and move the data service's settings after all other options."""
         super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
         subcommand_parsers = getattr(self, "_subcommand_parsers", {})
         if isinstance(self.parser, ScriptArgumentParser):
@@ -147,7 +147,7 @@ class SageMakerCLI(LightningCLI):
             parser._action_groups.sort(key=lambda group: any(map(_is_data_service, group._group_actions)))
 
     def _defaults(self, parser: LightningArgumentParser) -> Namespace:
-        """Return the defaults, including the defaults of the parsed subcommand."""
+        """Return the parser's defaults, including those of the parsed subcommand."""
         defaults: Namespace = parser.get_defaults(skip_validation=True)
         subcommand = self.config.get("subcommand")
         if subcommand is not None:
@@ -155,7 +155,7 @@ class SageMakerCLI(LightningCLI):
         return defaults
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the settings of the data service first, so that a script's hooks can set their defaults."""
+        """Add the data service's settings first, so that a script's hooks can change their defaults."""
         super().add_default_arguments_to_parser(parser)
         parser.add_class_arguments(DataServiceSettings, DATA_SERVICE)
 
@@ -206,10 +206,10 @@ class SageMakerCLI(LightningCLI):
 
     @staticmethod
     def configure_optimizers(lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        """Give the optimizer of ``--optimizer`` the model's current parameters.
+        """Give the model's current parameters to the optimizer that ``--optimizer`` selects.
 
         LightningCLI creates the optimizer before strategies shard the model. ModelParallelStrategy then replaces the
-        parameters, so training would silently change nothing.
+        parameters, so training would silently leave the model unchanged.
         """
         optimizer.param_groups[0]["params"][:] = lightning_module.parameters()
         return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
@@ -219,7 +219,7 @@ class SageMakerCLI(LightningCLI):
         if hidden := HIDDEN_OPTIONS.read(os.environ):
             arguments = with_options_of_job(arguments, hidden, job, Path.cwd())
             note_options_read()
-        # Without arguments, read the job's hyperparameters: SDK v3 may drop them (Source(command=...), issue 5226).
+        # Without arguments, read the hyperparameters: SDK v3 may not pass them on (Source(command=...), issue 5226).
         if not arguments or is_toolkit_rendering(arguments, job):
             arguments = job_arguments(job, Path.cwd())
         subcommands = getattr(self, "_subcommand_parsers", {})
@@ -232,7 +232,7 @@ class SageMakerCLI(LightningCLI):
         subcommand = self.config.get("subcommand")
         config = self.config[subcommand] if subcommand else self.config
         if self.topology.role is Role.DATA:
-            return  # it instantiates nothing, and may lack files that the arguments of trainers require
+            return  # a data host instantiates nothing, and may lack files that the trainers' arguments require
         explicit = explicit[subcommand] if subcommand else explicit
         if self.topology.data_hosts and has_free_folders(config, explicit, self._channel_mapping):
             job = self._with_channels_of_data_hosts(job, config[DATA_SERVICE])
@@ -240,7 +240,7 @@ class SageMakerCLI(LightningCLI):
         self.config = parser.parse_object({subcommand: changes} if subcommand else changes, self.config)
 
     def _with_channels_of_data_hosts(self, job: SageMakerJob, settings: Namespace) -> SageMakerJob:
-        """Add the channels that only data hosts have to the job: rank 0 makes the DataModule for the data hosts."""
+        """Add to the job the channels that only data hosts have: rank 0 makes the DataModule for these hosts."""
         connection = ServiceConnection.of_job(job, self.topology, DataServiceSettings(**vars(settings)))
         names = connection.host_channels(is_quiet=self.environment.local_rank() != 0)
         folder = job.base_dir / "input" / "data"
@@ -248,7 +248,7 @@ class SageMakerCLI(LightningCLI):
         return replace(job, channels={**job.channels, **remote})
 
     def _take_data_service_settings(self) -> None:
-        """Read the settings, and remove them from the configuration if they are defaults: LightningCLI rejects them."""
+        """Read the settings, and remove defaults from the configuration, because LightningCLI rejects the settings."""
         subcommand = self.config.get("subcommand")
         config = self.config[subcommand] if subcommand else self.config
         values = config.pop(DATA_SERVICE)
@@ -263,7 +263,7 @@ def _is_data_service(action: Action) -> bool:
 
 @contextmanager
 def _links_postponed(parsers: Sequence[LightningArgumentParser]) -> Iterator[None]:
-    """Disable links between arguments while parsing, because channels may set their sources later."""
+    """Disable links between arguments while parsing, because channels may set the links' sources later."""
     links = [_links_of(parser) for parser in parsers]
     kept = [list(actions) for actions in links]
     try:
@@ -306,7 +306,7 @@ def _classes_only(value: Any) -> Any:
 
 
 def _without_secrets(value: Any, name: str = "") -> Any:
-    """Return a configuration, or the part of it with this name, with null in place of secrets."""
+    """Return a configuration, or its part called ``name``, with null in place of secrets."""
     if isinstance(value, Namespace):
         safe = Namespace()  # type: ignore[no-untyped-call]
         vars(safe).update({key: _without_secrets(item, f"{name}.{key}") for key, item in vars(value).items()})

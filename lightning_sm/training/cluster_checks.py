@@ -1,6 +1,6 @@
-"""Checks, before any rank starts, for settings that would make ranks hang or train separately.
+"""Checks for settings that would make ranks hang or train separately, made before any rank starts.
 
-Their errors include the host table.
+The error messages include the host table.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_world_size(environment: SageMakerEnvironment, size: int, rank: int | N
     Args:
         environment: The environment.
         size: The world size that Lightning has computed.
-        rank: The global rank that Lightning has computed, or None if it has not yet.
+        rank: The global rank that Lightning has computed, or None if Lightning has not computed it yet.
 
     Raises:
         TopologyError: The size or the rank contradicts the job.
@@ -68,17 +68,17 @@ def check_world_size(environment: SageMakerEnvironment, size: int, rank: int | N
 
 
 def check_num_nodes(num_nodes: int, topology: Topology, stated: str, advice: str, consequence: str = "") -> None:
-    """Raise if a training does not span all trainer hosts.
+    """Raise if training does not span exactly the trainer hosts.
 
     Args:
-        num_nodes: Number of hosts that the training spans.
+        num_nodes: Number of hosts that training spans.
         topology: Roles and ranks of all hosts.
-        stated: The script's setting, as the subject of the error.
+        stated: The script's setting, as the subject of the error message.
         advice: Advice for the user, in whole sentences.
-        consequence: What would happen otherwise, after a colon.
+        consequence: What would happen without the error; the text begins with a colon.
 
     Raises:
-        TopologyError: The training spans fewer or more hosts.
+        TopologyError: ``num_nodes`` is not the number of trainer hosts.
     """
     if num_nodes != topology.num_nodes:
         raise TopologyError(
@@ -92,7 +92,7 @@ def check_settings(environment: SageMakerEnvironment, num_devices: int, num_node
 
     Args:
         environment: The environment.
-        num_devices: Processes on each trainer host.
+        num_devices: Number of processes on each trainer host.
         num_nodes: Number of trainer hosts.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Setting arguments of a LightningCLI configuration to the folders of channels, unless the user has set them."""
+"""Functions that set a LightningCLI configuration's arguments to channel folders, unless the user has set them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _log_once = rank_zero_only(logger.info)
 def channel_arguments(
     config: Namespace, explicit: Namespace, job: SageMakerJob, mapping: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the arguments to set to the folders of channels.
+    """Return the arguments that channels set, with the channels' folders as their values.
 
     Args:
         config: The configuration of one subcommand, or the whole configuration if there are no subcommands.
-        explicit: The part that the user set on the command line, in a file or by environment variable.
+        explicit: The part that the user set on the command line, in a file or through an environment variable.
         job: The job with its channels.
-        mapping: Maps channels to arguments; it takes precedence over the rules of ``channels.route``.
+        mapping: Maps channels to arguments, and takes precedence over the rules of ``channels.route``.
 
     Returns:
         A nested dict for ``parse_object``, so that jsonargparse checks and converts each value.
@@ -95,7 +95,7 @@ def _has(config: Any, key: str) -> bool:
 
 
 def _overlay(config: Any, parts: list[str], value: Any) -> Any:
-    """Return a nested dict that sets one argument. It repeats each class_path: jsonargparse would reset the class."""
+    """Return a nested dict that sets one argument, and repeats each class_path, which jsonargparse would reset."""
     if not parts:
         return value
     if isinstance(config, Namespace) and "class_path" in config:

@@ -37,18 +37,19 @@ class SageMakerEnvironment(ClusterEnvironment):
     ``prepare_process`` sets up the process, except for its ranks. It also removes rank variables of unknown origin,
     which Lightning would otherwise trust.
 
-    Every trainer process must create one. In an mpirun script that uses mpi4py, the constructor makes a collective
-    call, in which rank 0 sends its host. In a property, this call would hang if only some ranks read the property.
+    Every trainer process must create an instance. In an mpirun script that uses mpi4py, the constructor makes a
+    collective call, in which rank 0 sends its host name. No property makes this call, because it would hang if only
+    some ranks read the property.
 
     Args:
-        job: The facts of the job. Defaults to the facts read from this host.
+        job: The facts about the job. By default, they are read from this host.
 
     Attributes:
-        job: The facts of the job.
+        job: The facts about the job.
         start: How this process was started.
         topology: Roles and ranks of all hosts.
         main_host: The host of rank 0.
-        listener: Is notified of Lightning's runs; ``prepare_process`` sets it.
+        listener: The object that is notified of Lightning's runs, set by ``prepare_process``.
 
     Raises:
         JobConfigError: This is not a host of a SageMaker job, or the job's files are malformed.
@@ -97,7 +98,7 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     @property
     def devices(self) -> int | None:
-        """Processes per trainer host if torchrun, mpirun or ``LIGHTNING_SM_DEVICES`` sets their number, else None."""
+        """Number of processes per trainer host if torchrun, mpirun or ``LIGHTNING_SM_DEVICES`` sets it, else None."""
         return self.start.devices or self.job.devices
 
     @property
@@ -105,14 +106,14 @@ class SageMakerEnvironment(ClusterEnvironment):
     def creates_processes_externally(self) -> bool:
         """True if another launcher, or Lightning itself, has already started the local ranks.
 
-        Lightning sets ``LOCAL_RANK`` when it starts them; ``prepare_process`` removes a stray one.
+        Lightning sets ``LOCAL_RANK`` when it starts these ranks; ``prepare_process`` removes a stray ``LOCAL_RANK``.
         """
         return self.start.launcher is not RankStarter.PLAIN or "LOCAL_RANK" in os.environ
 
     @cached_property
     @override
     def main_address(self) -> str:
-        """Address of rank 0. The first access waits until the name of its host resolves.
+        """Address of rank 0. The first access waits until the host's name resolves.
 
         Raises:
             HostResolutionError: The name did not resolve in time.
@@ -135,7 +136,7 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     @override
     def world_size(self) -> int:
-        """Return the number of processes on all trainer hosts, without data hosts."""
+        """Return the number of processes on all trainer hosts, excluding data hosts."""
         return self._world_size or self.start.world_size or 1
 
     @override
@@ -164,7 +165,7 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Set the rank that Lightning has computed, also for Lightning's log, as its own environments do.
+        """Set the rank that Lightning has computed, also for Lightning's log, as Lightning's own environments do.
 
         Args:
             rank: node rank x devices + local rank.
@@ -176,7 +177,7 @@ class SageMakerEnvironment(ClusterEnvironment):
     def local_rank(self) -> int:
         """Return the rank of this process on its host."""
         if self.start.launcher in (RankStarter.PLAIN, RankStarter.LIGHTNING):
-            # Read it on each call: workers of ddp_spawn and ddp_fork inherit this object, and get their ranks later.
+            # Read this on each call: workers of ddp_spawn and ddp_fork inherit this object, and get their ranks later.
             return int(os.environ.get("LOCAL_RANK", self.start.local_rank))
         return self.start.local_rank
 
@@ -196,7 +197,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         """Check the Trainer's settings against the cluster, before any process starts.
 
         Args:
-            num_devices: Processes on each trainer host.
+            num_devices: Number of processes on each trainer host.
             num_nodes: Number of trainer hosts.
 
         Raises:
@@ -208,7 +209,7 @@ class SageMakerEnvironment(ClusterEnvironment):
 def _main_host_of_mpi(start: RankStart, job: SageMakerJob, topology: Topology) -> str:
     """Find the host of rank 0; a collective call if the script uses mpi4py.
 
-    It may differ from our table: mpirun may order the hosts by the service's shuffled list.
+    The result may differ from our host table, because mpirun may order the hosts by the service's shuffled list.
     """
     own, hosts = job.current_host, topology.trainer_hosts
     if "mpi4py" in sys.modules:

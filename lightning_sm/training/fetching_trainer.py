@@ -30,7 +30,7 @@ def _fetching(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FetchingTrainer(Trainer):
-    """A ``Trainer`` that fetches from data hosts once it has a connection to them."""
+    """A ``Trainer`` that fetches batches from data hosts if it has a connection to them."""
 
     _connection: ServiceConnection | None = None
 
@@ -41,17 +41,17 @@ class FetchingTrainer(Trainer):
         predict = _fetching(Trainer.predict)
 
     def _fetch(self, given: Iterable[Any]) -> None:
-        """Connect a method that gets these arguments to the data hosts."""
+        """Connect a method to the data hosts, given the method's arguments."""
         if self._connection is not None:
             datamodules = [value for value in given if isinstance(value, LightningDataModule)]
             use_data_hosts(self, self._connection, datamodules)
 
 
 def fetch_from(trainer: Trainer, connection: ServiceConnection) -> None:
-    """Make a Trainer, of any class that the script uses, fetch from data hosts.
+    """Make a Trainer, whatever its class in the script, fetch batches from data hosts.
 
     Args:
-        trainer: The Trainer. Methods that its class overrides are called as before, and their ``super().fit`` fetches.
+        trainer: The Trainer. Methods that its class overrides still run, and fetch when they call ``super().fit``.
         connection: The connection to the data hosts.
     """
     trainer.__class__ = _fetching_class(type(trainer))  # type: ignore[arg-type]  # mypy thinks Trainer is unhashable
@@ -64,7 +64,7 @@ def _fetching_class(own: type[Trainer]) -> type[Trainer]:
         return own
     if own is Trainer:
         return FetchingTrainer
-    # Pickle (ddp_spawn) looks up classes by name, and would find the script's class: recreate this one in __reduce__.
+    # Recreate this class in __reduce__: pickle (ddp_spawn) looks up classes by name, and would find the script's class.
     return named_as(own, own, FetchingTrainer, __reduce__=lambda trainer: (_new, (own,), vars(trainer)))
 
 

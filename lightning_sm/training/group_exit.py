@@ -12,9 +12,9 @@ import torch
 from lightning_sm._lightning import destroy_dist_connection
 from lightning_sm._linux import wait_until_asleep
 
-# torch's name of Gloo's compute threads (ProcessGroupGloo.cpp).
+# torch's name for Gloo's compute threads (ProcessGroupGloo.cpp).
 _THREADS = "pt_gloo_runloop"
-# Maximum wait until these threads sleep: dropping a tensor takes microseconds once the machine runs the thread.
+# Maximum time to wait until these threads sleep. As soon as a thread runs, it drops its tensor within microseconds.
 _ASLEEP_S = 5.0
 _gloo_groups: dict[tuple[int, ...], Any] = {}
 
@@ -22,9 +22,9 @@ _gloo_groups: dict[tuple[int, ...], Any] = {}
 def gloo_group(ranks: Sequence[int]) -> Any:
     """Return a Gloo group of some ranks, which lives as long as the group of all ranks.
 
-    The first call is a collective call of all ranks. Groups are cached, because a process that drops a group after an
-    exchange may wait for its threads forever with torch 2.6. Callers must not keep the group: other references outlive
-    ``leave_at_exit``.
+    The first call is a collective call on all ranks. Groups are cached because, with torch 2.6, a process that drops a
+    group after an exchange may wait forever for the group's threads. Callers must not keep the group: their reference
+    would outlive ``leave_at_exit``.
 
     Args:
         ranks: The global ranks, in ascending order.
@@ -46,8 +46,8 @@ def _exists(group: Any) -> bool:
 def leave_at_exit() -> None:
     """Destroy any process groups of this process at exit, before the interpreter shuts down.
 
-    A Gloo thread that drops its last tensor during the shutdown aborts the process (PyTorch pull request 179291; seen
-    in 1 of 8 runs on two hosts, and in 1 of 72 with ddp_spawn), and a finished training would be reported as failed.
+    A Gloo thread that drops its last tensor during shutdown aborts the process, so a finished training job would be
+    reported as failed (PyTorch pull request 179291; seen in 1 of 8 runs on two hosts, and in 1 of 72 with ddp_spawn).
     Lightning destroys NCCL's groups (``_init_dist_connection``), but not Gloo's.
     """
     atexit.unregister(_leave)
@@ -55,10 +55,10 @@ def leave_at_exit() -> None:
 
 
 def stay_at_exit() -> None:
-    """Destroy no process group at exit, because this process fails, or ``leave_at_exit`` is undone.
+    """Destroy no process groups at exit, because this process fails, or to undo ``leave_at_exit``.
 
-    Destroying a group waits for its other ranks, but after a failure these wait for the failed rank in a collective
-    call, or are gone.
+    Destroying a group waits for its other ranks. After a failure, these ranks are gone, or wait for the failed rank in
+    a collective call.
     """
     atexit.unregister(_leave)
     atexit.unregister(destroy_dist_connection)  # Lightning's handler, for NCCL
@@ -69,7 +69,7 @@ def _leave() -> None:
         return
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    # Even after that, Gloo's threads run until the last reference to a group is gone.
+    # Even after a group is destroyed, its Gloo threads run until the last reference to the group is gone.
     _gloo_groups.clear()
     # Wait for the threads, because others hold references, too: the pipeline's strategy, FSDP2, metrics, and cycles.
     wait_until_asleep(_THREADS, _ASLEEP_S)

@@ -1,6 +1,6 @@
-"""Default run names and folders of loggers, derived from the job.
+"""Default run names and folders for loggers, derived from the job.
 
-They make a restarted attempt continue TensorBoard's curves and the W&B run of earlier attempts.
+With these defaults, a restarted attempt continues TensorBoard's curves and the W&B run of earlier attempts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _taken: Counter[str] = Counter()
 
 
 def log_folder(job: SageMakerJob, *, is_tensorboard: bool) -> Path:
-    """Return the job's folder for the files of loggers; if possible, one that outlives the attempt."""
+    """Return the job's folder for log files; if possible, one that outlives the attempt."""
     if is_tensorboard and job.tensorboard_dir is not None:
         return job.tensorboard_dir
     return job.checkpoint_dir or job.host_output_dir
@@ -34,8 +34,8 @@ def default_logger(job: SageMakerJob, stated: Any, *, barebones: Any) -> TensorB
 
     Args:
         job: The job.
-        stated: The Trainer's ``logger``.
-        barebones: The Trainer's ``barebones``.
+        stated: The Trainer's ``logger`` argument.
+        barebones: The Trainer's ``barebones`` argument.
     """
     if stated not in (None, True) or barebones or (job.tensorboard_dir is None and job.checkpoint_dir is None):
         return None
@@ -53,7 +53,7 @@ def is_fixed(folder: Any) -> bool:
 
 
 def continue_runs(trainer: Trainer, job: SageMakerJob) -> None:
-    """Move the loggers of a Trainer to the job's folders, and let them continue its runs; call this on all ranks.
+    """Move a Trainer's loggers to the job's folders, and let them continue the job's runs; call this on all ranks.
 
     Args:
         trainer: The Trainer, before its loggers are used.
@@ -62,7 +62,7 @@ def continue_runs(trainer: Trainer, job: SageMakerJob) -> None:
     for item in trainer.loggers:
         if isinstance(item, (TensorBoardLogger, CSVLogger)):
             _place(item, log_folder(job, is_tensorboard=isinstance(item, TensorBoardLogger)))
-        # Set no version for CSVLogger: it removes an earlier file of the same version. It numbers its folders itself.
+        # Set no version for CSVLogger: it numbers its folders itself, and removes an earlier file of the same version.
         if isinstance(item, TensorBoardLogger) and job.name is not None and item._version is None:
             item._version = _unique(job.name, f"tensorboard {os.path.join(item._root_dir, item.name)}")
         elif isinstance(item, WandbLogger):
@@ -73,7 +73,7 @@ def _continue_wandb(wandb: WandbLogger, job: SageMakerJob) -> None:
     settings = wandb._wandb_init
     if wandb._save_dir is not None and not is_fixed(wandb._save_dir):
         wandb._save_dir = settings["dir"] = str(job.host_output_dir / wandb._save_dir)
-    # Keep the id of a sweep: its agent gives each run one.
+    # Keep the id that a sweep's agent gives to each run.
     is_open = settings.get("id") is None and not {"WANDB_RUN_ID", "WANDB_SWEEP_ID"} & os.environ.keys()
     if job.run_key is None or not is_open or wandb._experiment is not None:
         return

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-# Above this, float32 sums are not exact, and ranks could disagree on the pace.
+# Above this value, float32 sums are not exact, and ranks could disagree on the pace.
 _EXACT_IN_FLOAT32 = 1 << 24
 # The first step may take a hundred times as long as later steps (compilation), so let the interval grow gradually.
 _MAX_GROWTH = 4
-# Steps may become slower. With this limit, exchanges stay seconds apart even if steps take ten times as long.
+# Steps may become slower. With this limit, exchanges remain only seconds apart even if steps take ten times as long.
 _MAX_TICKS = 100
 
 
@@ -33,7 +33,7 @@ class Pace:
         return self._ticks_left <= 0
 
     def ms_per_tick(self, now: float) -> float:
-        """Return the mean milliseconds per tick since the last exchange, for this rank to send in the next one.
+        """Return this rank's mean milliseconds per tick since the last exchange, to be sent in the next exchange.
 
         The value is an integer, limited so that the sum over all ranks is exact in float32.
 

@@ -34,9 +34,9 @@ def prepare_process(environment: SageMakerEnvironment) -> PreparedProcess:
     - shows the log lines of ``lightning_sm``, and the host table once Lightning has asked for ranks;
     - removes rank variables that neither SageMaker nor the launcher has set, with a warning;
     - sets the rank in Lightning's log;
-    - reports the exception that ends this process to the launcher;
+    - reports to the launcher the exception that ends this process;
     - points NCCL and Gloo at the job's network interface;
-    - sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE`` and ``GROUP_RANK`` as torchrun would, while Lightning runs;
+    - while Lightning runs, sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE`` and ``GROUP_RANK`` as torchrun would;
     - destroys the process group at exit.
 
     Further calls with other environments in the same process change only the rank.
@@ -57,14 +57,14 @@ def prepare_process(environment: SageMakerEnvironment) -> PreparedProcess:
 class PreparedProcess:
     """The changes that ``prepare_process`` makes in this process, immediately and while Lightning runs.
 
-    Workers of ddp_spawn and ddp_fork get a copy with the environment. The copy sets the rank variables, and lets the
-    process group be destroyed at exit after a successful run.
+    Workers of ddp_spawn and ddp_fork get a copy of this object along with the environment. The copy sets the rank
+    variables, and arranges for the process group to be destroyed at exit after a successful run.
 
     Args:
         environment: The first environment of the process.
 
     Attributes:
-        current: The instance of this process.
+        current: The instance for this process.
     """
 
     current: ClassVar[PreparedProcess | None] = None
@@ -90,7 +90,7 @@ class PreparedProcess:
         return {**vars(self), "_undo": ExitStack(), "_after_run": ExitStack()}
 
     def follow(self, environment: SageMakerEnvironment) -> None:
-        """Use the rank of an environment, and listen to its runs.
+        """Use an environment's rank, and listen to its runs.
 
         Args:
             environment: The environment.
@@ -114,7 +114,7 @@ class PreparedProcess:
 
         Args:
             environment: The environment that the Trainer uses.
-            devices: Processes on each trainer host.
+            devices: Number of processes on each trainer host.
         """
         if self._is_announced:
             return
@@ -124,7 +124,7 @@ class PreparedProcess:
         _report(environment, devices)
 
     def begin_run(self, environment: SageMakerEnvironment, world_size: int) -> None:
-        """Set torchrun's rank variables, once Lightning has asked for ranks.
+        """Set torchrun's rank variables after Lightning has asked for ranks.
 
         Args:
             environment: The environment that Lightning uses.
@@ -133,15 +133,15 @@ class PreparedProcess:
         if self._pid != os.getpid():
             self._report_failures()
         self.announce(environment, world_size // environment.num_nodes)
-        # Wait until Lightning has started the other local ranks, or they would inherit the rank of this process.
+        # Set nothing before Lightning has started the other local ranks, which would inherit this process's rank.
         if environment.creates_processes_externally:
             self._export_ranks(environment, world_size)
 
     def end_run(self) -> None:
-        """Restore the rank variables, as Lightning's environment does with WORLD_SIZE.
+        """Restore the rank variables, as Lightning's own environment restores WORLD_SIZE.
 
-        In a worker of ddp_spawn, Lightning calls this only after success, so no peer is gone when the group is
-        destroyed.
+        In a worker of ddp_spawn, Lightning calls this only after success, so the other ranks still run when the group
+        is destroyed.
         """
         self._after_run.close()
         if self._pid != os.getpid():
@@ -170,7 +170,7 @@ class PreparedProcess:
             _set_variable(self._undo, RANK_ZERO_PID.name, str(os.getpid()))
 
     def _export_interface(self) -> None:
-        """Point NCCL and Gloo at the job's interface, if it exists on this host (SDK v3 names one that never does)."""
+        """Point NCCL and Gloo at the job's interface if this host has it (SDK v3 names one that never exists)."""
         interface = self._environment.job.network_interface
         if interface is None:
             return
@@ -184,13 +184,13 @@ class PreparedProcess:
     def _export_ranks(self, environment: SageMakerEnvironment, world_size: int) -> None:
         """Set torchrun's rank variables, for code that does not query the process group.
 
-        Lightning sets neither RANK nor LOCAL_WORLD_SIZE. It does set LOCAL_RANK, which is left to it: Lightning would
-        otherwise conclude that the local ranks are already running.
+        Lightning sets neither RANK nor LOCAL_WORLD_SIZE, but does set LOCAL_RANK. This method must not set LOCAL_RANK:
+        Lightning would conclude that the local ranks are already running.
 
         Source:
             Some libraries read the variables, even in DataLoader workers, which have no process group: WebDataset 1.0
             (utils.pytorch_worker_info) reads RANK and WORLD_SIZE; MosaicML Streaming 0.13 (base/distributed.py) reads
-            these and LOCAL_WORLD_SIZE; LitData 0.2 (utilities/env.py) reads WORLD_SIZE. s3torchconnector 1.5 queries
+            both and LOCAL_WORLD_SIZE; LitData 0.2 (utilities/env.py) reads WORLD_SIZE. s3torchconnector 1.5 queries
             torch.distributed instead.
         """
         _set_variable(self._after_run, "RANK", str(environment.global_rank()))
@@ -221,7 +221,7 @@ def _restore_logger(package: logging.Logger, level: int, propagate: bool, handle
 
 
 def rank_of_several(environment: SageMakerEnvironment) -> int | None:
-    """Return the rank of this process, even before the Trainer exists; None while no other process is on its host.
+    """Return the rank of this process, even before the Trainer exists; None if its host runs no other training process.
 
     Args:
         environment: The environment of the process.

@@ -30,22 +30,22 @@ class SageMakerTrainer(FetchingTrainer):
 
     Outside SageMaker, it behaves like ``Trainer``. In a SageMaker job, it also
 
-    - sets ``num_nodes``, the cluster environment, and, if a launcher such as torchrun determines their number, the
-      devices;
+    - sets ``num_nodes`` and the cluster environment, and also the number of devices if a launcher such as torchrun
+      determines it;
     - uses the strategy that the SDK's ``distribution`` asks for, if the user has chosen none: ``SMDDPStrategy``, if the
       job supports it, or ``PipelineParallelStrategy`` for ``smdistributed.modelparallel``;
-    - writes TensorBoard and CSV logs, and checkpoints, to the folders that SageMaker uploads during training, if the
-      job has them, and otherwise to the output data directory (one folder per host). Relative folders of
-      ``default_root_dir``, TensorBoard and CSV loggers, and ``ModelCheckpoint`` become relative to these;
+    - writes TensorBoard logs, CSV logs and checkpoints to the folders that SageMaker uploads during training if the job
+      has them, and otherwise to the output data directory (one folder per host). Relative folders in
+      ``default_root_dir``, TensorBoard and CSV loggers, and ``ModelCheckpoint`` become relative to these folders;
     - makes TensorBoard and W&B continue the curves of earlier attempts after a restart;
     - saves a checkpoint when the job is interrupted, and resumes from the latest valid one (see ``SpotCheckpoint``);
     - writes the best model to the model directory at the end of ``fit``;
-    - logs progress as lines, unless the user has another progress bar;
+    - logs progress line by line, unless the user has another progress bar;
     - runs the workers of its loaders on the hosts of data groups. On these hosts, the first ``fit``, ``validate``,
-      ``test`` or ``predict`` serves batches until the trainers have finished, and exits.
+      ``test`` or ``predict`` serves batches until the trainers have finished, then exits.
 
-    The script must handle hyperparameters and channels: the launcher passes hyperparameters as ``--name=value``, and
-    ``SageMakerJob.from_environment()`` returns the folders of the channels.
+    The script must read hyperparameters and channels itself: the launcher passes hyperparameters as ``--name=value``,
+    and ``SageMakerJob.from_environment()`` returns the folders of the channels.
 
     Args:
         data_service: Settings of the data service.
@@ -64,7 +64,7 @@ class SageMakerTrainer(FetchingTrainer):
         callbacks = as_list(kwargs.get("callbacks"))
         for callback in callbacks:
             check_same_distribution(type(callback))
-        # If SageMakerCLI makes this Trainer, it has already set it up.
+        # A Trainer that SageMakerCLI makes is already set up.
         is_set_up = any(isinstance(callback, JobOutputs) for callback in callbacks)
         self._job = None if is_set_up else SageMakerJob.from_environment()
         self._data_service = data_service or DataServiceSettings()
@@ -87,7 +87,7 @@ class SageMakerTrainer(FetchingTrainer):
         setup.complete(self)
 
     def _fetch(self, given: Iterable[Any]) -> None:
-        """Let a method fetch from the data hosts; on a data host, serve and exit."""
+        """Let a method fetch batches from the data hosts; on a data host, serve batches, then exit."""
         if self._job is not None and self._topology.data_hosts:
             if self._topology.role is Role.DATA:
                 serve(self._job, self._topology, self._data_service)
@@ -100,9 +100,9 @@ class SageMakerFabric(Fabric):
     """A ``Fabric`` for scripts that run unchanged on a laptop, on one host and on a cluster.
 
     Outside SageMaker, it behaves like ``Fabric``. In a SageMaker job, it also sets ``num_nodes``, the cluster
-    environment, and, if a launcher determines their number, the devices. The workers of the loaders that it sets up run
-    on data hosts. The script must handle logs, checkpoints, the model and resuming:
-    ``SageMakerJob.from_environment()`` returns the folders. Fabric has no hook for an interruption.
+    environment, and the number of devices if a launcher determines this number. The workers of loaders passed to
+    ``setup_dataloaders`` run on data hosts. The script itself must write logs and checkpoints, save the model, and
+    resume: ``SageMakerJob.from_environment()`` returns the folders. Fabric has no hook for interruptions.
 
     Args:
         **kwargs: Arguments of ``Fabric``. They take precedence; a value that contradicts the cluster is an error.
@@ -138,7 +138,7 @@ class SageMakerFabric(Fabric):
             fetch_in_fabric(self, connection)
 
     def setup_dataloaders(self, *dataloaders: Any, **kwargs: Any) -> Any:
-        """Set up loaders; on a data host, serve batches until the trainers have finished, and exit.
+        """Set up loaders; on a data host, serve batches until the trainers have finished, then exit.
 
         Args:
             *dataloaders: The loaders.

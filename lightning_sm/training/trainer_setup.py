@@ -28,7 +28,7 @@ from lightning_sm.training.strategies.choice import distribution_arguments
 
 
 class TrainerSetup:
-    """The setup of a Trainer for a job, which does not override the user's settings.
+    """The setup of a Trainer for a job; it does not override the user's settings.
 
     Args:
         job: The job.
@@ -45,7 +45,7 @@ class TrainerSetup:
         self._job = job
         self._environment = environment
         self._outputs = JobOutputs(job)
-        # Put Heartbeat first: it must report the end of an epoch before the user's callbacks, which may take long.
+        # Put Heartbeat first: it must report the end of an epoch before the user's callbacks run, which may take long.
         self._first: list[Callback] = [FailingRank(), Heartbeat(), MidEpoch()]
         self._callbacks: list[Callback] = [LocalPosition(), StepTimes(job), self._outputs]
 
@@ -56,11 +56,11 @@ class TrainerSetup:
 
         Args:
             given: The user's arguments for the Trainer, or the arguments that a ``trainer_class`` function accepts.
-            callbacks: All callbacks of the user, from every source.
-            config: The resolved configuration as YAML, to save next to the model, or None.
+            callbacks: All of the user's callbacks, from every source.
+            config: The resolved configuration as YAML, to save next to the model; None if there is none.
 
         Raises:
-            TopologyError: The user set a value that contradicts the cluster, or gave another cluster environment.
+            TopologyError: The user set a value that contradicts the cluster, or passed another cluster environment.
             StrategyError: The job asks for model parallelism, but the user has chosen another strategy.
         """
         self._outputs.config = config
@@ -91,7 +91,7 @@ class TrainerSetup:
                 "plugins and num_nodes to the function, and pass them on to Trainer."
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # Add missing callbacks: a function passed as trainer_class may not have the parameter.
+        # Add missing callbacks: a function passed as trainer_class may not have the parameter callbacks.
         callbacks[:0] = [callback for callback in self._first if callback not in callbacks]
         callbacks.extend(callback for callback in self._callbacks if callback not in callbacks)
         CheckpointLoader.of(trainer, self._job)
@@ -138,8 +138,8 @@ def cluster_arguments(environment: SageMakerEnvironment, given: Mapping[str, Any
 
     Args:
         environment: The job's cluster environment.
-        given: The user's ``num_nodes`` and ``devices``. If one is missing or None, the job decides, and also if
-            ``num_nodes=1``: this is Lightning's default, which scripts pass on from their arguments, and a job with
+        given: The user's ``num_nodes`` and ``devices``. The job determines a value that is missing or None, and also
+            replaces ``num_nodes=1``: scripts pass on this Lightning default from their arguments, and a job with
             several trainer hosts cannot train on only one of them.
 
     Raises:
@@ -180,7 +180,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _num_devices(setting: Any) -> int | None:
-    """Return the number of processes per host in a ``devices`` setting; None if it has none ("auto", -1)."""
+    """Return the number of processes per host in a ``devices`` setting; None if it states no number ("auto", -1)."""
     if isinstance(setting, str):
         numbers = [part for part in setting.split(",") if part.strip()]
         if not all(part.strip().lstrip("-").isdecimal() for part in numbers):

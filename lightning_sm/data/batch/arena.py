@@ -33,7 +33,7 @@ class Arena:
         self.used = used
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Allocate memory at the next multiple of 64 bytes, and return it as uint8 of shape (nbytes,).
+        """Allocate memory at the next multiple of 64 bytes, and return it as a uint8 array of shape (nbytes,).
 
         Raises:
             BatchTooLargeError: The slot has too little room left.
@@ -49,6 +49,6 @@ class Arena:
         return np.frombuffer(self._memory, np.uint8, nbytes, start) if nbytes else np.empty(0, np.uint8)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Return the offset of memory in the allocated part of the slot, or None for memory elsewhere."""
+        """Return the offset of a memory block in the slot, or None if the block is outside the allocated part."""
         offset = address - self._address
         return offset if 0 <= offset <= self.used - nbytes else None

@@ -1,7 +1,7 @@
 """Batches pickled into a slot of shared memory, with tensors and arrays out of band, so that they are not copied again.
 
-A batch is anything that a ``DataLoader`` worker may return. The slot has the memory of its tensors and arrays, then its
-pickle (protocol 5); the structure lists where each of them is.
+A batch is anything that a ``DataLoader`` worker may return. The slot holds the memory of the batch's tensors and
+arrays, then the pickle (protocol 5). The structure lists where each of these parts is.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError, WireError
 
-# (start, size), first of the pickle, then of each buffer.
+# The start and the size of a part of the slot: first the pickle, then each buffer.
 _PLACE = struct.Struct("<QQ")
 
 # Smaller buffers stay in the pickle: storing them out of band would cost more than it saves.
 _MIN_BUFFER_BYTES = 256
 
-# Send the whole storage of a tensor, so that tensors still share memory afterwards, unless it is over this many times
-# larger than the tensor.
+# Send the whole storage of a tensor, so that tensors still share memory afterwards, unless the storage is more than
+# this many times as large as the tensor.
 _MAX_STORAGE_FACTOR = 2
 
 # Raised by pickle for objects that it cannot find by name, or cannot pickle at all.
@@ -61,7 +61,7 @@ def pickle_batch(batch: Any, arena: Arena) -> bytes:
     try:
         try:
             return _pickle(batch, arena, _BatchPickler)
-        except _CANNOT_PICKLE:  # by value takes twice as long, but needs no names
+        except _CANNOT_PICKLE:  # pickling by value takes twice as long, but needs no names
             arena.reset(used)
             return _pickle(batch, arena, _ByValuePickler)
     except BatchTooLargeError:
@@ -100,7 +100,7 @@ def unpickle_batch(structure: bytes, data: npt.NDArray[np.uint8]) -> Any:
     """Rebuild a batch. Its large tensors and arrays are views of ``data``, and keep ``data`` itself alive.
 
     Pass only batches from this job's data hosts: unpickling can run any code, and nothing here checks the sender. The
-    gRPC client does: it rejects messages from servers that have not proved the token (``grpc_client._confirm``).
+    gRPC client rejects messages from servers that have not proved the token (``grpc_client._confirm``).
 
     Args:
         structure: The result of ``pickle_batch``.
@@ -109,7 +109,7 @@ def unpickle_batch(structure: bytes, data: npt.NDArray[np.uint8]) -> Any:
     Raises:
         WireError: The structure does not match the bytes.
     """
-    memory = data.data  # its slices keep ``data`` alive; slices of ``data`` would keep only its base
+    memory = data.data  # slices of this keep ``data`` alive; slices of ``data`` itself would keep only its base
     parts = []
     try:
         for start, size in _PLACE.iter_unpack(structure):
@@ -168,7 +168,7 @@ class _Reducer:
 def _reduce_sparse(tensor: torch.Tensor) -> Any:
     """Return the reduced value of a sparse tensor.
 
-    Torch's would keep every rebuilt tensor in memory until the next ``torch.load``, which checks all of them.
+    Torch's own value would keep every rebuilt tensor in memory until the next ``torch.load``, which checks them all.
     """
     if tensor.layout is torch.sparse_coo:
         return _coo_of, (tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced())
@@ -189,7 +189,7 @@ class _BatchPickler(pickle.Pickler):
 
 
 class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type information
-    """A pickler that sends classes back by value if they came by value, from a script that the data host has not run.
+    """A pickler that returns classes by value if they arrived by value, from a script that the data host has not run.
 
     The trainer gets its original classes back: cloudpickle tracks them by id.
     """

@@ -1,1 +1,1 @@
-"""The process that receives batches: one for each rank, on the trainer hosts."""
+"""The feeder processes, which receive batches on the trainer hosts: one per rank."""

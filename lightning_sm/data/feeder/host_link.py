@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_PERIOD_S = 0.5
-# Limit for all ranks together, per data host. At this rate, heartbeats take 0.1 of a core in its server process
-# (benchmarks/many_feeders.py).
+# Limit on the heartbeats that a data host gets from all ranks together. At this rate, they take 0.1 of a core in the
+# host's server process (benchmarks/many_feeders.py).
 _MAX_HEARTBEATS_PER_S = 128
 _HEARTBEAT_TIMEOUT_S = 1.0
 # Move a host's requests to other hosts after this many unanswered heartbeats. A single late answer may be due to load.
 _MAX_SILENT = 2
-# Retry a host on which the user's code failed, as the cause may be gone, but not often: setup() may be slow.
+# Retry a host on which the user's code failed, since the cause may be gone; but rarely, since setup() may be slow.
 _FAILED_PERIOD_S = 10.0
 # Longer than the 5 s after which the server answers "not yet".
 _CALL_TIMEOUT_S = 15.0
@@ -49,7 +49,7 @@ _SNAPSHOT_TIMEOUT_S = 900.0
 # Log the transfer of a snapshot of at least this size.
 _LARGE_SNAPSHOT_BYTES = 256_000_000
 
-# If a probe still finds the same problem after this time, the host is not just shutting down: refuse it.
+# Refuse a host if a probe still finds the same problem after this time. Until then, it may just be shutting down.
 _CONFIRM_S = 3.0
 
 
@@ -70,7 +70,7 @@ class HostLink:
         address: Address of the data host.
         credentials: Job, token, and TLS settings.
         client: This rank's heartbeat, without figures.
-        owner: Feeder that receives the events, in the link's threads.
+        owner: Feeder to notify of events, from the link's threads.
 
     Attributes:
         report: The last answer to a heartbeat.
@@ -105,7 +105,7 @@ class HostLink:
         # Held while notifying the owner that the host is up or lost, so that notifications stay in order.
         self._notifying = threading.RLock()
         self._nudge = threading.Event()
-        # Held during each heartbeat: one that arrived after the end of the training would start a new one on the host.
+        # Held during each heartbeat, so that none arrives after ``finish``: the host would take it for a new training.
         self._beating = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._stay_connected, name=f"link {address}", daemon=True).start()
@@ -117,7 +117,7 @@ class HostLink:
         return f"{name} ({self.address})" if name and name != self.address else self.address
 
     def join(self) -> None:
-        """Come up as soon as the host answers, ready to take over from lost hosts."""
+        """Use the host as soon as it answers, so that it can take over from lost hosts."""
         self._has_joined = True
         self._nudge.set()
 
@@ -128,7 +128,7 @@ class HostLink:
         self._nudge.set()
 
     def release_source(self, name: str) -> None:
-        """Close a source. The host stops its workers unless another rank wants them."""
+        """Close a source. The host stops the source's workers unless another rank wants them."""
         with self._lock:
             self._openings.pop(name, None)
             self._open_sources.discard(name)
@@ -145,7 +145,7 @@ class HostLink:
         self._nudge.set()
 
     def send(self, message: bytes) -> None:
-        """Send frames. If the stream is broken, they are lost; ``link_lost`` notifies the owner."""
+        """Send frames. If the stream is broken, the frames are lost, and ``link_lost`` notifies the owner."""
         stream = self._stream
         if stream is not None:
             stream.call.send(message)

@@ -22,11 +22,11 @@ from lightning_sm.data.protocol.frames import StepRangeHeader
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import BatchTooLargeError, WireError
 
-# Used as the end of an iterator until its sampler or stream ends.
+# Stands for the end of an iterator until the end of its sampler or stream is known.
 _NO_END = 1 << 62
 
-# Limits on a request in bytes and seconds of work, besides MAX_RANGE_LENGTH. Longer ranges make small batches faster
-# (benchmarks/README.md), but a window of 32 requests takes more memory, and other ranks wait longer behind a request.
+# Limits on a request in bytes and seconds of work, besides MAX_RANGE_LENGTH. With longer ranges, small batches arrive
+# faster (benchmarks/README.md), but a window of 32 requests takes more memory, and other ranks wait longer for workers.
 _RANGE_BYTES = 8 << 20
 _RANGE_S = 0.01
 # Split a window that the user limits into at least this many requests, so that all workers stay busy.
@@ -45,13 +45,13 @@ class InFlightRange:
     Attributes:
         step_range: The steps.
         slot: Number of the slot for the batches.
-        buffer: Memory of the slot, uint8.
+        buffer: The slot's memory, uint8.
         header: Header of the answer.
         received: Bytes received so far.
-        piece: Memory of the piece that is being written, if any.
+        piece: Memory for the piece that is being written, if any.
         is_dropped: Whether the request was cancelled. The slot is freed once the piece has been written.
-        transfer_s: Seconds from the request to the last byte, without the time in the queue and the worker.
-        ended: Called with whether the piece has arrived.
+        transfer_s: Seconds from the request to the last byte, without the time in the queue and in the worker.
+        ended: Called when the piece ends, with whether it has arrived.
     """
 
     step_range: StepRange
@@ -80,7 +80,7 @@ class InFlightRange:
         Args:
             offset: Offset of the piece in the answer, in bytes.
             size: Size of the piece, in bytes.
-            ended: Called once with whether the piece has arrived; if it has not, no more of it will be written.
+            ended: Called once, with whether the whole piece has arrived. Nothing more is written after the call.
 
         Raises:
             WireError: The piece is out of order, or exceeds the announced size.
@@ -98,19 +98,19 @@ class InFlightRange:
 
 
 class IteratorBuffer:
-    """The batches of one iterator, numbered from the first one that it asks for.
+    """The batches of one iterator, numbered from the first batch that it requests.
 
     Args:
         request: Description of the iterator, with its limits.
         ring: Memory for the batches.
         free: Unused slots of the ring.
-        largest: Size of the largest batch of earlier iterators, in bytes; 0 if unknown.
+        largest: Size of the largest batch in earlier iterators, in bytes; 0 if unknown.
 
     Attributes:
         request: Description of the iterator.
         free: Unused slots of the ring.
         range_length: Batches per future request.
-        largest: Size of the largest batch so far, in bytes. Batches of one answer count with their mean size.
+        largest: Size of the largest batch so far, in bytes. For an answer with several batches, their mean size counts.
         in_flight: Requested ranges by request id.
         ready: Complete ranges by their first step.
         next_step: The next batch to deliver.
@@ -167,9 +167,10 @@ class IteratorBuffer:
 
     @property
     def window(self) -> int:
-        """Number of steps that may be in flight or buffered, given the sizes so far. At least 2, so that they overlap.
+        """Number of steps that may be in flight or buffered: at least 2, so that steps overlap.
 
-        Until a size is known, it is 2: more steps could exceed ``window_bytes``.
+        The window depends on the largest batch so far. Until a size is known, it is 2: more could exceed
+        ``window_bytes``.
         """
         limits = self.request
         if not self.largest:
@@ -178,7 +179,7 @@ class IteratorBuffer:
         return max(2, min(num_steps, limits.window_bytes // self.largest))
 
     def reserve(self, request_id: int, step_range: StepRange) -> bytes | None:
-        """Reserve a slot for a range, and return the encoded request; None if no slot is free."""
+        """Reserve a slot for a range, and return the encoded request, or None if no slot is free."""
         if not self.free:
             return None
         request, slot = self.request, self.free.pop()
@@ -227,8 +228,8 @@ class IteratorBuffer:
         if answer.header is not _NOT_ARRIVED:
             raise WireError("a second header arrived")
         answer.header = header
-        # Update this before the bytes arrive, so that the window adapts sooner. Batches without bytes count as 1, as 0
-        # means unknown.
+        # Update this before the bytes arrive, so that the window adapts sooner. Batches without bytes count as 1 byte,
+        # because 0 means unknown.
         self.largest = max(self.largest, 1, -(-header.num_bytes // num_batches))
 
     def end_piece(self, answer: InFlightRange, *, is_complete: bool = True) -> None:
@@ -239,7 +240,7 @@ class IteratorBuffer:
             self.free.append(answer.slot)
 
     def accept(self, request_id: int, latency_s: float) -> InFlightRange:
-        """Keep a complete answer until its first batch is due, and return it.
+        """Store a complete answer until its first batch is due, and return the answer.
 
         Args:
             request_id: Number of the request.
@@ -256,7 +257,7 @@ class IteratorBuffer:
         return answer
 
     def _choose_range_length(self, header: StepRangeHeader) -> None:
-        """Choose how many batches a request asks for: as many as the limits allow, at most twice as many as before."""
+        """Set the number of batches per request: the most that the limits allow, up to twice the last number."""
         limits, num_batches = self.request, len(header.batches)
         produce_s = header.produce_s / num_batches
         self._produce_s += (produce_s - self._produce_s) * (1 / 8 if self._produce_s else 1)
@@ -269,7 +270,7 @@ class IteratorBuffer:
         self.range_length = length
 
     def skip(self, request_id: int, end: int) -> None:
-        """Record that a stream has ended before the batches of a request.
+        """Record that a stream has ended before the requested batches.
 
         Args:
             request_id: Number of the request.
@@ -286,7 +287,7 @@ class IteratorBuffer:
     # Delivery
 
     def deliveries(self) -> Iterator[DeliveredRange | EndOfPass]:
-        """Remove the ranges that are due, in order, and yield their messages to the training process."""
+        """Remove the ranges that are due, in order, and yield messages that deliver them to the training process."""
         while (answer := self.ready.pop(self.next_step, None)) is not None:
             for step in range(self.next_step, answer.step_range.stop):
                 self._indices.pop(step, None)
@@ -318,6 +319,6 @@ class IteratorBuffer:
         )
 
     def take(self, step: int) -> int:
-        """Record that the consumer has taken all batches below ``step``, and return where the window begins."""
+        """Record that the consumer has taken all batches below ``step``, and return the first step of the window."""
         self._taken = max(self._taken, step)
         return min(self._taken, self.stop_step)

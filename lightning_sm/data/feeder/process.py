@@ -31,7 +31,7 @@ from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 
 logger = logging.getLogger(__name__)
 
-# While its answer is in transit, a worker needs its next request: send a host one more request than it has workers.
+# Send a host one more request than it has workers: a worker needs its next request while its answer is in transit.
 _EXTRA_CREDITS = 1
 
 
@@ -58,7 +58,7 @@ class Feeder:
         self._snapshots: dict[str, tuple[int, int]] = {}  # (descriptor, size) by digest
         self._links: dict[str, HostLink] = {}
         self._openings = SourceOpenings(self._links, self._notify, self._drop_snapshot)
-        # Sent with heartbeats. The links' threads read it without the lock: replace it, never modify it.
+        # Sent with heartbeats. The links' threads read this object without the lock: it is replaced, never modified.
         self.figures: RankFigures | None = None
         self._transfers: dict[str, float] = dict.fromkeys(settings.addresses, 0.0)
         self._is_running = True
@@ -71,7 +71,7 @@ class Feeder:
             self._handle(self._trainer.buffered())
             selector.register(self._trainer, selectors.EVENT_READ, self._receive)
             selector.register(self._releases, selectors.EVENT_READ, self._take_releases)
-            # EOF on the socket is not enough: a fork of the training process may hold its end open.
+            # EOF on the socket is not enough: a fork of the training process may hold the other end open.
             parent = os.pidfd_open(os.getppid())
             selector.register(parent, selectors.EVENT_READ, self._finish)
             while self._is_running:
@@ -188,7 +188,7 @@ class Feeder:
             logger.debug("The training process has exited, so the feeder exits too.")
 
     def fail(self, pass_id: int | None, error: Exception) -> None:
-        """End a pass, or all passes (None) if a host does not belong to this job or violates the protocol."""
+        """End a pass with an error, or all passes (None) if a host is not part of this job or violates the protocol."""
         self._notify(kinds.Failed(pass_id, type(error).__name__, str(error)))
 
     def _deliver(self, buffer: IteratorBuffer) -> None:
@@ -204,10 +204,10 @@ class Feeder:
         hosts = [host_snapshot(link, known.get(address), transfers[address]) for address, link in self._links.items()]
         return kinds.FeederSnapshot(hosts, passes, rank_figures(self._links.values()))
 
-    # Events of links
+    # Events from links
 
     def link_up(self, link: HostLink) -> None:
-        """Request batches from the host from now on."""
+        """Start requesting batches from the host."""
         workers = max(1, link.report.workers if link.report is not None else 0)
         num_credits = -(-workers // self._num_ranks) + _EXTRA_CREDITS
         with self._lock:
@@ -221,13 +221,13 @@ class Feeder:
         self._send_requests()
 
     def snapshot(self, digest: str) -> tuple[int, int] | None:
-        """Return a duplicate of a snapshot's descriptor, and its size; None if it has been dropped."""
+        """Return a duplicate of a snapshot's descriptor, and the snapshot's size, or None if it has been dropped."""
         with self._lock:
             entry = self._snapshots.get(digest)
             return None if entry is None else (os.dup(entry[0]), entry[1])
 
     def link_opened_source(self, link: HostLink, name: str, outcome: Failure | CallResult | None) -> None:
-        """Request the source's batches from the host from now on, or record that it could not open the source."""
+        """Start requesting a source's batches from the host, or record that the host could not open the source."""
         try:
             with self._lock:
                 self._openings.opened(link, name, outcome)
@@ -288,7 +288,7 @@ class Feeder:
             self._skip(buffer, request, value)
         elif kind == FrameKind.HEADER:
             self._take_header(buffer, request, StepRangeHeader.decode(payload))
-            if buffer.in_flight[request.request_id].is_complete:  # it has no bytes
+            if buffer.in_flight[request.request_id].is_complete:  # the batches have no bytes
                 self._complete(buffer, request)
         else:
             raise WireError(f"unexpected frame of kind {kind}")
@@ -384,7 +384,7 @@ def _about(request: StepRequest, error: WireError) -> WireError:
 
 
 def main() -> None:
-    """Run the feeder. The process's arguments are the descriptors of the connection and the release pipe."""
+    """Run the feeder. The process arguments are the descriptors of the connection and the release pipe."""
     trainer = connection_to_parent()
     settings = trainer.receive()
     if isinstance(settings, kinds.Configure):

@@ -1,11 +1,11 @@
 """The scheduler of one trainer rank: decides which steps to request from which data host, and when.
 
-Pure logic: no I/O, no clock, no thread. The caller passes in events with their time (``now``, seconds of a monotonic
+Pure logic: no I/O, no clock, no thread. The caller passes in events with their time (``now``, in seconds on a monotonic
 clock), and gets back the requests to send and to cancel.
 
-A request is for a step range: consecutive steps of a pass (one iteration over one loader). A range is first TODO, then
-in flight (twice when hedged), then ready. The first answer makes it ready; all others, late or for a closed pass, are
-rejected. So each step is delivered exactly once, whatever the hosts do.
+Each request asks for a step range: consecutive steps of a pass (one iteration over one loader). A range is first TODO,
+then in flight (twice when hedged), then ready. The first answer makes the range ready; all other answers, late or for a
+closed pass, are rejected. So each step is delivered exactly once, whatever the hosts do.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from typing import NamedTuple
 # Frames carry request ids in 32 bits. At 10,000 requests per second, ids wrap around after five days.
 _NUM_REQUEST_IDS = 1 << 32
 
-# Take the median of this many latencies of a loader: enough to outvote the stragglers of one host, few enough to adapt
+# Number of recent latencies in a loader's median: enough to outvote the stragglers of one host, few enough to adapt
 # soon.
 _NUM_RECENT = 64
 # With fewer latencies than this, no request counts as late.
 _NUM_SAMPLES_TO_HEDGE = 3
 # Weight of a new sample in moving averages.
 _WEIGHT = 1 / 4
-# Equal workers finish at the same moment, so intervals between answers vary: average over about 32 of them.
+# Weight of a new interval between answers. Equal workers finish at the same moment, so intervals vary: the average
+# covers about 32 of them.
 _INTERVAL_WEIGHT = 1 / 32
 
-# Give a host this many times slower than the median only steps that are not needed before it answers. If batches differ
+# A host this many times slower than the median gets only steps that are not needed before it answers. If batches differ
 # widely in cost, a lower factor would exclude hosts by chance.
 _SLOW_FACTOR = 3.0
-# Requests also queue on a slow host, so allow for this many times its latency.
+# Requests also queue on a slow host, so expect its answers only after this many times its latency.
 _SLOW_MARGIN = 2.0
-# A host that was slow once (cold cache, other jobs) must get requests again: halve its measured slowness whenever this
-# many of its latencies have passed without an answer.
+# Halve a host's measured slowness whenever it has not answered for this many times its latency. Otherwise, a host that
+# was slow once (cold cache, other jobs) would get no requests again.
 _FORGET_LATENCIES = 10.0
 
-# Pauses after failures. Without them, an overloaded host would get requests in a busy loop when it is the only one.
+# Pauses after failures. Without them, an overloaded host would get requests in a busy loop if it is the only host.
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 
-# Hedges may cost this fraction of the work, plus HEDGE_BURST requests, plus the credits of the largest host: enough for
-# a host that goes silent at the start.
+# Hedges may cost this fraction of the work, plus HEDGE_BURST requests, plus one request for each credit of the largest
+# host: enough to hedge all requests of a host that goes silent at the start.
 HEDGE_BUDGET = 0.05
 HEDGE_BURST = 4
 
@@ -65,11 +66,11 @@ class _Late(NamedTuple):
 
 
 _LATE = _Late(3.0, 0.05)
-# With one host, a hedge goes to that host again. It helps if a worker is frozen, but not if all workers are busy, so
-# wait longer before sending it.
+# With one host, a hedge goes to that host again. This helps if a worker is frozen, but not if all workers are busy, so
+# wait longer before hedging.
 _LATE_ON_THE_ONLY_HOST = _Late(10.0, 2.0)
-# Beyond the budget, hedge only requests that take longer than any working host would: otherwise, a frozen worker would
-# block the pass forever.
+# Beyond the budget, hedge only requests that take longer than they would on any working host. Without these hedges, a
+# frozen worker would block the pass forever.
 _STUCK = _Late(30.0, 3.0)
 
 
@@ -84,10 +85,10 @@ class Liveness(Enum):
 class Retry(Enum):
     """The retry policy for a failed request for a single step.
 
-    ELSEWHERE: retry until it succeeds, as the cause is elsewhere (connection lost, host overloaded).
+    ELSEWHERE: retry until the request succeeds, as the cause is elsewhere (connection lost, host overloaded).
     LIMITED: retry a few times, as the request may be the cause (a worker was killed).
     ONCE: retry once, on another host if one is up. The user's code raised, perhaps because a disk is broken.
-    NEVER: do not retry, as that cannot succeed.
+    NEVER: do not retry, as no retry can succeed.
     """
 
     ELSEWHERE = "elsewhere"
@@ -96,7 +97,7 @@ class Retry(Enum):
     NEVER = "never"
 
 
-# A pass fails once a step has failed this many times under a policy.
+# A pass fails when one of its steps has failed this many times under a policy.
 _MAX_FAILURES = {Retry.LIMITED: 4, Retry.ONCE: 2, Retry.NEVER: 1}
 
 
@@ -108,7 +109,7 @@ class StepRange(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The step after the last."""
+        """The step after the last one."""
         return self.first + self.num_steps
 
 
@@ -140,7 +141,7 @@ class FailureDecision:
 
 @dataclass(slots=True)
 class HostStatus:
-    """One host, for metrics and messages; ``slowness`` is its latency in units of the loaders' medians."""
+    """The status of a host, for metrics and messages; ``slowness`` is its latency relative to the loaders' medians."""
 
     host: str
     state: Liveness = Liveness.DOWN
@@ -154,7 +155,7 @@ class HostStatus:
 
 @dataclass(frozen=True, slots=True)
 class PassStatus:
-    """One pass: the step that its consumer waits for, the requests for that step, and the steps in the window."""
+    """The status of a pass: the step its consumer waits for, the requests for that step, and step counts by state."""
 
     pass_id: int
     waiting_for: int
@@ -185,13 +186,13 @@ class _ScheduledHost(HostStatus):
 
     @property
     def forgotten_at(self) -> float:
-        """Time from which the host no longer counts as slow, unless it is measured before then."""
+        """Time at which the host stops counting as slow, unless a new measurement comes first."""
         if self.slowness <= _SLOW_FACTOR:
             return -math.inf
         return self.measured_at + self.forget_s * math.log2((self.slowness - 1.0) / (_SLOW_FACTOR - 1.0))
 
     def measure(self, latency_s: float, median_s: float, now: float) -> None:
-        """Update the average slowness. A slow host gets few requests, so one quick answer proves that it recovered."""
+        """Update the average slowness. As a slow host gets few requests, one quick answer proves that it recovered."""
         measured = latency_s / max(median_s, 1e-9)
         is_news = math.isinf(self.measured_at) or measured < _SLOW_FACTOR < self.slowness
         self.slowness = measured if is_news else self.slowness + _WEIGHT * (measured - self.slowness)
@@ -199,7 +200,7 @@ class _ScheduledHost(HostStatus):
         self.forget_s = _FORGET_LATENCIES * max(latency_s, 1e-9)
 
     def pause(self, now: float) -> None:
-        """Send the host nothing for a while, twice as long each time."""
+        """Send the host nothing for a while, doubling the pause each time."""
         self.paused_until = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self.num_pauses, 10))
         self.num_pauses += 1
 
@@ -243,10 +244,10 @@ class _ScheduledPass:
     """One pass, as the scheduler sees it."""
 
     pass_id: int
-    position: int  # the consumer has taken every step below
+    position: int  # the consumer has taken every step below this one
     stop_step: int
     window: int
-    max_ranges: int  # in flight or ready: each range takes a slot
+    max_ranges: int  # limit on ranges in flight or ready, each of which takes a slot
     pace: _Latencies
     cursor: int  # the first step that was never put into todo
     range_length: int = 1
@@ -256,7 +257,7 @@ class _ScheduledPass:
     failures: dict[int, list[_StepFailure]] = field(default_factory=dict)
     may_hedge: bool = True  # whether a late request may go to a second host
     known: int = sys.maxsize  # steps from here on cannot be requested yet
-    can_take: Callable[[str], bool] | None = None  # whether a host has what the pass needs; None: all do
+    can_take: Callable[[str], bool] | None = None  # whether a host has what the pass needs; if None, all hosts do
 
     @property
     def limit(self) -> int:
@@ -301,8 +302,8 @@ class _ScheduledPass:
     def todo_from(self, step: int) -> Iterator[StepRange]:
         """Yield the TODO ranges in the window, starting at a step.
 
-        A range may be sent only if all earlier ones have slots too: if later ranges took all slots, the pass would
-        stall. TODO may also have ranges beyond the window, if it has shrunk.
+        A range may be sent only if all earlier ones have slots, too: if later ranges took all slots, the pass would
+        stall. If the window has shrunk, TODO also has ranges beyond it.
         """
         limit = self.limit
         num_slots = self.max_ranges - len(self.in_flight) - len(self.ready)
@@ -327,18 +328,19 @@ class _ScheduledPass:
 class Scheduler:
     """The scheduler of one rank: assigns the steps of all passes to data hosts, and hedges late requests.
 
-    The caller reports every event, sends what ``next_requests`` returns and cancels what other calls return. Without an
-    event, it calls ``next_requests`` again at ``next_wakeup``. A cancelled request frees its credit at once.
+    The caller reports every event, sends the requests that ``next_requests`` returns, and cancels those that other
+    calls return. If no event occurs, the caller calls ``next_requests`` again at ``next_wakeup``. A cancelled request
+    frees its credit at once.
 
     Args:
-        tie_break: Returns a number for each host; the lowest wins between equally good hosts. If all ranks preferred
-            the same host, the others would be idle.
+        tie_break: Returns a number for each host. Among equally good hosts, the one with the lowest number is chosen.
+            If all ranks preferred the same host, the others would be idle.
     """
 
     def __init__(self, tie_break: Callable[[], float] = random.random) -> None:
         self._tie_break = tie_break
         self._hosts: dict[str, _ScheduledHost] = {}
-        self._up: list[_ScheduledHost] = []  # by name, so that the order in which hosts connect does not matter
+        self._up: list[_ScheduledHost] = []  # sorted by name, so that the order of connections does not matter
         self._passes: dict[int, _ScheduledPass] = {}
         self._paces: dict[Hashable, _Latencies] = {}
         self._requests: dict[int, StepRequest] = {}  # in flight, oldest first
@@ -350,7 +352,7 @@ class Scheduler:
         self._work_s = 0.0
         self._hedged_work_s = 0.0
 
-    # Events of hosts
+    # Host events
 
     def host_up(self, name: str, num_credits: int) -> None:
         """Start using a host, with up to ``num_credits`` (at least 1) requests at a time; add it if it is new."""
@@ -358,7 +360,7 @@ class Scheduler:
         before = host.state
         self._set_state(host, Liveness.UP)
         host.num_credits = num_credits
-        # The host may have restarted, so its measured latency is void. A host that was only silent keeps it.
+        # The host may have restarted, so its measured latency is void. A host that was only silent keeps its latency.
         if before is Liveness.DOWN:
             host.slowness = 1.0
             host.measured_at = -math.inf
@@ -367,7 +369,7 @@ class Scheduler:
             host.paused_until = -math.inf
 
     def host_lost(self, name: str, *, is_silent: bool) -> tuple[StepRequest, ...]:
-        """Stop using a silent or unreachable host until ``host_up``; return its requests, which go to others."""
+        """Stop using a silent or unreachable host until ``host_up``; return its requests, which go to other hosts."""
         host = self._hosts.setdefault(name, _ScheduledHost(name))
         self._set_state(host, Liveness.SUSPECT if is_silent else Liveness.DOWN)
         lost = self._end_requests([request for request in self._requests.values() if request.host == name])
@@ -378,7 +380,7 @@ class Scheduler:
         host.state = state
         self._up = [host for _, host in sorted(self._hosts.items()) if host.state is Liveness.UP]
 
-    # Events of passes
+    # Pass events
 
     def open_pass(
         self,
@@ -398,12 +400,12 @@ class Scheduler:
         Args:
             pass_id: Number of the pass.
             first_step: First step of the pass.
-            stop_step: The step after the last, see ``set_stop``.
-            window: Limit on steps in flight or ready (at least 1), from the oldest one not taken; see ``set_window``.
-            max_ranges: Limit on ranges in flight or ready, for any window. Defaults to ``window``.
+            stop_step: The step after the last one; see ``set_stop``.
+            window: Limit on steps in flight or ready (at least 1), from the oldest step not taken; see ``set_window``.
+            max_ranges: Limit on ranges in flight or ready, whatever the window. Defaults to ``window``.
             may_hedge: Whether late requests may go to a second host.
-            loader: The loader; its passes share their latencies.
-            known: The first step that cannot be requested yet, see ``set_known``.
+            loader: The loader. All passes over it share their latencies.
+            known: The first step that cannot be requested yet; see ``set_known``.
             can_take: Returns whether a host has what the pass needs. By default, all hosts do.
         """
         pace = self._paces.setdefault(loader, _Latencies())
@@ -435,7 +437,7 @@ class Scheduler:
         current.refill()
 
     def set_stop(self, pass_id: int, stop_step: int) -> tuple[StepRequest, ...]:
-        """End a pass before ``stop_step``, and return the requests from there on, to be cancelled."""
+        """End a pass before ``stop_step``, and return the requests to cancel, from that step on."""
         current = self._passes[pass_id]
         current.stop_step = stop_step
         current.refill()
@@ -444,13 +446,13 @@ class Scheduler:
         return self._end_requests(beyond)
 
     def close_pass(self, pass_id: int) -> tuple[StepRequest, ...]:
-        """Forget a pass, and return its requests, to be cancelled."""
+        """Forget a pass, and return its requests, which must be cancelled."""
         superfluous = self._end_requests([r for r in self._requests.values() if r.pass_id == pass_id])
         del self._passes[pass_id]
         return superfluous
 
     def advance(self, pass_id: int, step: int) -> None:
-        """Move the window of a pass: the consumer has taken every step below ``step``.
+        """Move a pass's window, as the consumer has taken every step below ``step``.
 
         Raises:
             ValueError: An earlier step is not ready, and would never be delivered.
@@ -463,7 +465,7 @@ class Scheduler:
             current.position = step_range.stop
         current.refill()
 
-    # Events of requests
+    # Request events
 
     def request(self, request_id: int, host: str) -> StepRequest | None:
         """Return a request in flight to a host, or None if it was answered, cancelled, or never sent there."""
@@ -489,8 +491,8 @@ class Scheduler:
         self._record_answer(request, current.pace, now, work_s)
         losers = [other for other in current.in_flight[request.step_range] if other is not request]
         for loser in losers:
-            # _end_requests adds the average work of a hedge. Add the difference for this batch, which costs the other
-            # host as much.
+            # _end_requests counts a hedge as average work. Add the difference, as this range costs the other host as
+            # much work as it cost this one.
             self._hedged_work_s += work_s - current.pace.work_s
             host = self._hosts[loser.host]
             age_s = now - loser.sent_at
@@ -514,7 +516,7 @@ class Scheduler:
     def failed(self, request_id: int, now: float, *, retry: Retry, reason: str = "") -> FailureDecision:
         """Record a failure, and retry if ``retry`` allows it; the failure of a superfluous request is ignored.
 
-        The steps of a failed range are requested again one by one, so that only the step that fails counts.
+        The steps of a failed range are requested again one by one, so that a failure counts only for its own step.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -569,7 +571,7 @@ class Scheduler:
         return requests
 
     def next_wakeup(self, now: float) -> float | None:
-        """Return when ``next_requests`` may return something new without an event, or None if never."""
+        """Return when ``next_requests`` may return new requests without an event, or None if it will not."""
         times: list[float] = []
         has_todo = any(current.has_todo() for current in self._passes.values())
         for host in self._up:
@@ -655,10 +657,10 @@ class Scheduler:
         pace.add(latency_s, work_s)
         host.measure(latency_s, pace.median_s, now)
         slownesses = sorted(each.expected_slowness(now) for each in self._up)
-        # The median host; of two hosts, the quicker one.
+        # Compare the median host or, with two hosts, the quicker one.
         if slownesses and slownesses[(len(slownesses) - 1) // 2] > _SLOW_FACTOR:
             # The loader's batches have become heavier. Until the median reflects that, all hosts would count as slow
-            # and stay idle: start a new median.
+            # and stay idle, so start a new median.
             pace.forget()
             pace.add(latency_s, work_s)
             for each in self._up:
@@ -675,7 +677,7 @@ class Scheduler:
     # Which host takes which range
 
     def _load(self, host: _ScheduledHost, now: float) -> tuple[bool, float]:
-        """Return a sort key: slow hosts come last, so that others take the steps that are needed first."""
+        """Return a sort key that puts slow hosts last, so that the others take the steps that are needed soonest."""
         return host.expected_slowness(now) > _SLOW_FACTOR, host.num_in_flight / host.num_credits
 
     def _choose(
@@ -693,7 +695,7 @@ class Scheduler:
         return None
 
     def _num_steps_in(self, seconds: float) -> int:
-        """Return how many steps arrive in this time, at least 1."""
+        """Return how many steps arrive in this time, but at least 1."""
         return max(1, math.ceil(seconds / self._interval_s)) if self._interval_s > 0.0 else 1
 
     def _is_last_resort(self, host: _ScheduledHost, current: _ScheduledPass) -> bool:
@@ -702,7 +704,10 @@ class Scheduler:
         return current.failed_on_all(current.todo[0].first, others)
 
     def _may_take(self, host: _ScheduledHost, current: _ScheduledPass, step: int) -> bool:
-        """Return whether a host has what a step needs, and the step has not failed there, or has failed everywhere."""
+        """Return whether a host may take a step.
+
+        The host must have what the pass needs, and the step must not have failed there, unless it failed on all hosts.
+        """
         if current.can_take is not None and not current.can_take(host.host):
             return False
         return not current.failed_on(step, host.host) or current.failed_on_all(step, current.takers(self._up))
@@ -710,7 +715,7 @@ class Scheduler:
     # Hedges
 
     def _hedge(self, now: float) -> list[StepRequest]:
-        """Send late requests that a consumer will soon wait for to a second host."""
+        """Send a second host the late requests that a consumer will soon wait for."""
         hedges: list[StepRequest] = []
         late_after_s = {pass_id: self._late_after_s(current) for pass_id, current in self._passes.items()}
         soonest_s = min(late_after_s.values(), default=math.inf)
@@ -730,11 +735,11 @@ class Scheduler:
         return len(self._passes[request.pass_id].in_flight[request.step_range]) > 1
 
     def _late_after_s(self, current: _ScheduledPass) -> float:
-        """Return the age from which requests of a pass are late; infinite if they never are."""
+        """Return the age at which a pass's requests become late, or infinity if they never do."""
         if not current.may_hedge or not current.pace.is_known:
             return math.inf
         late = _LATE_ON_THE_ONLY_HOST if len(current.takers(self._up)) == 1 else _LATE
-        # Assume that this hedge and all open ones have the average cost.
+        # Assume that the next hedge and all open ones have the average cost.
         burst = HEDGE_BURST + max((host.num_credits for host in self._up), default=0)
         cost_s = self._hedged_work_s + (self._num_open_hedges + 1) * current.pace.work_s
         if cost_s > HEDGE_BUDGET * self._work_s + burst * current.pace.work_s:
@@ -742,7 +747,7 @@ class Scheduler:
         return late.after_s(current.pace.median_s)
 
     def _hedge_host(self, late: StepRequest, current: _ScheduledPass, now: float) -> _ScheduledHost | None:
-        """Return the least busy host to hedge a request on; a slow one only if all others are slow.
+        """Return the least busy host that can take a hedge; a slow host only if all others are slow.
 
         Skip hosts on which the user's code has raised for this step, unless only one host is up: the code would raise
         again and end the pass, although the late request may still be answered.

@@ -13,19 +13,19 @@ from lightning_sm.data.protocol.failures import Failure, error_class, first_line
 from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.errors import DataHostMismatchError
 
-# If a host has not been up for this long, move its stream workers to hosts that are up.
+# Once a host has been down for this long, move its stream workers to hosts that are up.
 _LATE_S = 2.0
 
 logger = logging.getLogger(__name__)
 
 
 class SourceOpenings:
-    """The open sources and their hosts: indexed sources on all hosts, each worker of a stream on one.
+    """The open sources and their hosts. An indexed source is open on all hosts; each worker of a stream runs on one.
 
     Args:
-        links: Links to the data hosts, by address; the feeder adds them as it starts.
+        links: Links to the data hosts, by address. The feeder adds them when it starts.
         notify: Sends a message to the training process.
-        drop_snapshot: Releases the memory of a source that no opening needs, given its digest.
+        drop_snapshot: Takes the digest of a source that no opening needs, and releases the source's memory.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class SourceOpenings:
         self._stream_hosts: dict[str, str] = {}  # by opening
         self._down_since: dict[str, float] = {}
         self._failed: dict[str, set[str]] = {}  # by opening: the hosts that cannot open it
-        # By hook call: the first host that ran it, and the fields that all other hosts must match.
+        # By hook call: the first host that ran the call, and the fields that all other hosts must match.
         self._results: dict[str, tuple[str, dict[str, str]]] = {}
 
     def open(self, opening: Opening) -> None:
@@ -61,10 +61,10 @@ class SourceOpenings:
             self._drop_snapshot(opening.source)
 
     def tick(self, now: float) -> None:
-        """Move stream workers from lost or late hosts to hosts that are up, where they start again and skip ahead.
+        """Move stream workers from lost or late hosts to hosts that are up, where workers start again and skip ahead.
 
         Args:
-            now: Time of a monotonic clock.
+            now: The current time on a monotonic clock.
         """
         links = self._links
         up = [link for link in links.values() if link.state is LinkState.UP]
@@ -137,7 +137,7 @@ class SourceOpenings:
         )
 
     def _links_for(self, opening: Opening) -> list[HostLink]:
-        """Return the links to the hosts that open a source: all of them, or one."""
+        """Return the links to the hosts that open a source: all hosts, or one."""
         links = self._links
         stream = opening.stream
         if stream is None:

@@ -30,8 +30,8 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
     Args:
         error: Name of the error that a data host reported last.
         step: The step that failed.
-        decision: All failures of the step: how and where workers were lost, or complete error messages.
-        keys: Indices of the step.
+        decision: The step's failures: how and where workers were lost, or complete error messages.
+        keys: Indices of the samples in the step.
     """
     if error in LOST_WORKERS:
         num_hidden = len(keys) - _NUM_SHOWN_KEYS
@@ -54,9 +54,9 @@ def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) 
     """Describe a data host.
 
     Args:
-        link: The connection to it.
-        status: Its status in the scheduler, or None if it was never reached.
-        transfer_s: Seconds that its answers were in transit.
+        link: The connection to the host.
+        status: The host's status in the scheduler, or None if the host was never reached.
+        transfer_s: Seconds that the host's answers were in transit.
     """
     status = status or HostStatus(link.name)
     report = link.report or HostReport(link.name, workers=0, busy=0, queued=0)
@@ -80,7 +80,7 @@ def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) 
 
 
 def rank_figures(links: Iterable[HostLink]) -> dict[str, RankFigures]:
-    """Return the latest figures that data hosts have of each rank, by the name of the rank."""
+    """Return the latest figures that data hosts have for each rank, by rank name."""
     latest: dict[str, RankFigures] = {}
     for link in links:
         reported = {} if link.report is None else link.report.figures

@@ -1,4 +1,4 @@
-"""The main process of a ``DataHost``: ``python -m lightning_sm.data.host``, given the connection to its owner."""
+"""The main process of a ``DataHost``: ``python -m lightning_sm.data.host`` with a connection to the owner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main() -> None:
         return
     # Training waits for these imports, so pause the garbage collector.
     with pause_collector():
-        for name in serve.imports:  # before our modules, which use the Lightning that is imported
+        for name in serve.imports:  # before our modules, which use whichever Lightning is imported
             importlib.import_module(name)
         from lightning_sm.data.host.main_process import MainProcess  # noqa: PLC0415 - without the collector
 

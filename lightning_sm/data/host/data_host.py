@@ -24,14 +24,14 @@ _MAIN_PROCESS = "lightning_sm.data.host"
 # Rank 0's DataModule derives from one of these packages. The data host imports the one that this process has imported.
 _LIGHTNING = ("pytorch_lightning", "lightning.pytorch")
 
-# Importing torch and Lightning has taken over a minute on busy machines, and with packages on a network drive. The exit
-# of a process is noticed at once.
+# Importing torch and Lightning has taken over a minute on busy machines and from network drives. If the process exits,
+# this is noticed at once.
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 15.0
 
 _MAKING_SECRET = threading.Lock()
 
-# Job name of hosts and trainers that are set up by hand.
+# Job name for data hosts and trainers that are set up by hand.
 LOCAL_JOB = "local"
 
 
@@ -43,10 +43,10 @@ class DataHost:
         with DataHost(workers=4) as host:
             trainer.fit(model, RemoteDataModule(MyDataModule("data"), addresses=[host.address]))
 
-    It receives the datasets of loaders, pickled, like ``DataLoader`` workers. Your script's classes and functions are
+    Like ``DataLoader`` workers, it receives the loaders' datasets pickled. Your script's classes and functions are
     pickled by value, without the globals that they look up by string in ``globals()``.
 
-    Its processes import torch and Lightning, which takes as long as in your script.
+    Its processes import torch and Lightning, which takes as long as it does in your script.
 
     It accepts connections from this machine and from ``settings.trust``. Without a job secret, it sets
     ``LIGHTNING_SM_JOB_SECRET`` to random characters in this process, for ``RemoteDataModule`` and for ranks that this
@@ -118,7 +118,7 @@ class DataHost:
         return self
 
     def _start(self) -> tuple[subprocess.Popen[bytes], MessageSocket]:
-        """Start the main process, and return it with the connection to it."""
+        """Start the main process, and return the process and the connection to it."""
         read_tls(self._settings.credentials)
         self._process, self._socket = start_module(_MAIN_PROCESS)
         return self._process, self._socket
@@ -152,7 +152,7 @@ class DataHost:
 
 
 def _ensure_secret() -> None:
-    """Set a secret for this process and its children, unless it has one or belongs to a job, which sets it."""
+    """Set a secret for this process and its children, unless it already has one or belongs to a job, which sets one."""
     with _MAKING_SECRET:  # several threads may create data hosts
         if JOB_SECRET.read(os.environ) is None and SageMakerJob.from_environment() is None:
             os.environ.update(new_secret())

@@ -1,4 +1,4 @@
-"""The random generators that user code draws from: global ones, and ones that its objects hold."""
+"""The random generators that user code draws from: the global ones, and those that its objects hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# The modules have the methods of their global generators.
+# The modules ``random`` and ``np.random`` have the methods of their global generators.
 GLOBALS: tuple[Any, ...] = (random, np.random, torch.default_generator)
 
 # The global generators themselves, found through their bound methods.
@@ -24,14 +24,14 @@ _OBJECTS_OF_GLOBALS = (random.random.__self__, np.random.random_sample.__self__,
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
-# Limits of the search: a dataset may hold a million samples.
+# Limits for the search, because a dataset may hold a million samples.
 _MAX_OBJECTS = 10_000
 _MAX_ITEMS = 64
 
 # Types of objects that hold no generators.
 _LEAVES = (bool, int, float, complex, str, bytes, np.generic, np.ndarray, torch.Tensor, ModuleType, type(None))
 
-# Functions that list the keys of a container.
+# For each type of container, a function that lists the keys.
 _CONTAINERS: dict[Any, Callable[[Any], Iterable[Any]]] = {
     list: lambda value: range(list.__len__(value)),
     tuple: lambda value: range(tuple.__len__(value)),
@@ -41,8 +41,8 @@ _CONTAINERS: dict[Any, Callable[[Any], Iterable[Any]]] = {
 
 _FUNCTIONS = (FunctionType, staticmethod, classmethod, type)
 
-# Do not search functions and classes of these libraries, which draw from the global generators; do search instances of
-# the classes.
+# Functions and classes of these libraries are not searched, because they draw from the global generators. Instances of
+# the classes are searched.
 _LIBRARIES = {"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_sm"}
 
 # Odd, so that its multiples differ in their last 64 bits and in their last 32 bits.
@@ -60,7 +60,7 @@ def seed_generator(generator: Any, seed: int) -> None:
         bits.state = _state_of_pcg64(seed) if type(bits) is np.random.PCG64 else type(bits)(seed).state
     elif generator is np.random or isinstance(generator, np.random.RandomState):
         try:
-            # Avoid the last 32 bits, which torch uses: with equal seeds, both would draw the same bits.
+            # Avoid the last 32 bits, which torch uses: with equal seeds, NumPy and torch would draw the same bits.
             generator.seed((seed * _STEP >> 32) & 0xFFFFFFFF)
         except TypeError:  # not a Mersenne Twister
             bits = getattr(np.random, generator.get_state(legacy=False)["bit_generator"])(seed)
@@ -89,7 +89,7 @@ class HeldGenerators:
     """The random generators that objects hold, directly or indirectly.
 
     The search follows attributes, containers, methods, closures, and the globals that functions use. It remembers
-    places, not generators: libraries may replace generators, like MONAI's ``set_random_state``.
+    places, not generators: libraries may replace generators, as MONAI's ``set_random_state`` does.
 
     Args:
         *owners: Objects to search.
@@ -101,7 +101,7 @@ class HeldGenerators:
         self.search_again()
 
     def search_again(self) -> None:
-        """Add generators created since the last search: code may create its generators on first use."""
+        """Add generators created since the last search, because code may create its generators on first use."""
         for place in _find(self._owners):
             self._places.setdefault((id(place[1]), place[2]), place)
 
@@ -110,7 +110,7 @@ class HeldGenerators:
         return (generator for _, generator in self._numbered())
 
     def seed(self, seed: int) -> None:
-        """Seed all generators, each with a different seed derived from this one."""
+        """Seed all generators, each with a different seed derived from ``seed``."""
         for number, generator in self._numbered():
             seed_generator(generator, (seed + number * _STEP) & 0xFFFFFFFFFFFFFFFF)
 
@@ -125,7 +125,7 @@ class HeldGenerators:
 
 
 def reachable(*owners: object) -> Iterator[Any]:
-    """Yield objects and everything in them that is searched for generators.
+    """Yield the objects, and everything in them that the search for generators visits.
 
     Args:
         *owners: Objects to search.
@@ -194,7 +194,7 @@ def _places_in_class(value: Any, its_class: type) -> Iterator[_Place]:
         yield from ((getattr, value, name) for name in ((slots,) if isinstance(slots, str) else slots))
         for name, item in vars(cls).items():
             if _is_held(item):
-                # Look it up on the object, which may replace it with an instance attribute, as MONAI's transforms do.
+                # The object may replace it with an instance attribute, as MONAI's transforms do, so look it up there.
                 yield getattr, value, name
             elif isinstance(item, _FUNCTIONS) and not (name == "__init__" and value is not its_class):  # already ran
                 yield getitem, vars(cls), name

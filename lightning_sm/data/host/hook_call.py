@@ -34,7 +34,7 @@ class HookCall:
         run: Name of the DataModule.
         hook: Name of the hook.
         arguments: Its arguments, by name.
-        datamodule: The DataModule in the first call, then None, as the data host has it.
+        datamodule: The DataModule in the first call; None in later ones, because the data host then has it.
         values: Attributes that were set on rank 0 since the last call.
         removed: Names of attributes that were deleted on rank 0 since the last call.
         trainer: View of the Trainer, if any.
@@ -65,7 +65,7 @@ class HookResult:
     Attributes:
         returned: The return value, such as loaders.
         attributes: Small attributes that the hook set or changed.
-        missing: Names of the other attributes that it set or changed, which trainers do not get.
+        missing: Names of the other attributes that the hook set or changed, which trainers do not get.
         random_state: Random state after the call.
     """
 
@@ -76,7 +76,7 @@ class HookResult:
 
 
 class HookCalls:
-    """The DataModules of rank 0 on this data host, and the calls of their hooks."""
+    """The DataModules from rank 0 on this data host, and the calls to their hooks."""
 
     def __init__(self) -> None:
         self._datamodules: dict[str, Any] = {}  # by run
@@ -136,7 +136,7 @@ class HookCalls:
         else:
             datamodule.trainer = call.trainer
         call.random_state.restore()
-        # Record the arguments of loaders: Lightning recreates some loaders from them.
+        # Record the loaders' arguments, from which Lightning recreates some loaders.
         with replace_dunder_methods(DataLoader, "dataset"), replace_dunder_methods(BatchSampler):
             if call.trainer is None:
                 return getattr(datamodule, call.hook)(**call.arguments)
@@ -152,7 +152,7 @@ class HookCalls:
         return returned
 
     def keep(self, names: Iterable[str]) -> None:
-        """Forget all calls except these, and the DataModules that none of them needs."""
+        """Forget all calls except these, and the DataModules that none of these calls needs."""
         kept = set(names)
         for name in self._runs.keys() - kept:
             del self._runs[name], LEFT[name]
@@ -163,7 +163,7 @@ class HookCalls:
 def set_attribute(datamodule: Any, name: str, value: Any) -> None:
     """Set an attribute to the value that it got in another process.
 
-    Change a list, dict or set in place, as a dataset may share it.
+    Lists, dicts and sets are changed in place, because a dataset may share them.
     """
     current = vars(datamodule).get(name)
     if isinstance(value, list) and type(current) is type(value):
@@ -182,6 +182,6 @@ def loaders_in(returned: Any) -> list[DataLoader[Any]]:
 
 
 def distributed_samplers(loader: DataLoader[Any]) -> list[DistributedSampler[Any]]:
-    """Return the samplers of a loader that split the data by rank, wherever Lightning would find them."""
+    """Return the samplers in a loader that split the data by rank, from all places where Lightning looks for them."""
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     return [sampler for sampler in samplers if isinstance(sampler, DistributedSampler)]

@@ -17,12 +17,12 @@ from lightning_sm.data.host.parts import length_of
 
 
 def compared_fields(call: str, loaders: Sequence[DataLoader[Any]], missing: Sequence[str]) -> dict[str, str]:
-    """Return texts by name that are equal on data hosts with the same data and packages.
+    """Return texts, by name, that are equal on data hosts with the same data and packages.
 
     Args:
         call: The hook call.
-        loaders: The loaders that it returned.
-        missing: Names of the attributes that it set and that trainers do not get.
+        loaders: The loaders that the hook returned.
+        missing: Names of the attributes that the hook set and that trainers do not get.
     """
     fields = {f"attributes after {call}": ", ".join(missing)} if missing else {}
     packages: set[str] = set()
@@ -44,9 +44,9 @@ def compared_fields(call: str, loaders: Sequence[DataLoader[Any]], missing: Sequ
 def describe_data(dataset: Any) -> dict[str, str]:
     """Describe the parts of a dataset, with texts that are equal for the same data.
 
-    The parts are its class and its ``fingerprint()``. Without that method, they are its class and its lists of names or
-    numbers, such as the indices of a ``Subset``: hosts that split the data differently would train on each other's
-    validation samples.
+    The parts are the class and the result of ``fingerprint()``. Without that method, they are the class and the lists
+    of names or numbers, such as the indices of a ``Subset``, because hosts that split the data differently would train
+    on each other's validation samples.
     """
     cls = type(dataset)
     texts = {"": f"{cls.__module__}.{cls.__qualname__}"}

@@ -1,4 +1,4 @@
-"""The main process of a data host, which has the trainers' sources, the workers, and the server process (gRPC).
+"""The main process of a data host, which holds the trainers' sources, and runs the workers and the gRPC server process.
 
 It has no threads and never loads gRPC, so that it can fork its workers. It restarts every child that dies, and its
 children die with it.
@@ -50,7 +50,7 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class _Terminated(BaseException):
-    """An interruption of a user's hook. Not an Exception, as ``except Exception`` in the hook would catch it."""
+    """An interruption of the user's hook; not an Exception, which ``except Exception`` in the hook would catch."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _exit_status(pid: int) -> int:
 
 
 def _kill(pidfd: int) -> None:
-    """Kill a child, unless multiprocessing has reaped it, as it does with exited workers when it spawns another."""
+    """Kill a child, unless it has exited and multiprocessing has reaped it while spawning another worker."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
@@ -124,7 +124,7 @@ class MainProcess:
         wakeup, waker = socket.socketpair()
         waker.setblocking(False)
         self._selector.register(wakeup, selectors.EVENT_READ, lambda: self._on_wakeup(wakeup))
-        # Set this before the handlers. If one only sets a flag, Python resumes the interrupted wait: this wakes it.
+        # Set this before the handlers. If a handler only sets a flag, Python resumes the wait, which this then ends.
         signal.set_wakeup_fd(waker.fileno())
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(GENTLE_SIGNAL, self._on_gentle_signal)
@@ -137,8 +137,8 @@ class MainProcess:
             outcome = self._outcome or host_messages.Finished("the job was stopped before it served anything")
         finally:
             self._close()
-            # Ignore signals until the process has exited. The interpreter takes a second to exit, and restores default
-            # handlers: a signal from the ending job in this second must not change the exit code.
+            # Ignore signals until the process has exited. The interpreter takes a second to exit. It would restore
+            # the default handlers meanwhile, and a signal from the ending job would change the exit code.
             for signum in (signal.SIGTERM, GENTLE_SIGNAL):
                 signal.signal(signum, signal.SIG_IGN)
             signal.set_wakeup_fd(-1)
@@ -249,7 +249,10 @@ class MainProcess:
     # Workers
 
     def _start_workers(self, opening: Opening) -> None:
-        """Start workers for an opening. One worker per number works at a time; the others keep caches and files."""
+        """Start workers for an opening.
+
+        Of the workers with the same number, only one works at a time; the others keep their caches and open files.
+        """
         numbers = [*range(self._settings.workers)]
         if opening.stream is not None:
             self._num_streams += 1
@@ -311,7 +314,7 @@ class MainProcess:
         else:
             how += f" in {at}" if at else " while starting"
         was_sent = self._send(host_messages.WorkerLost(worker_id, how))
-        # Do not replace a worker that exited on purpose: its source was closed, or its server process died.
+        # Do not replace a worker that exited on purpose, because its source was closed or its server process died.
         if self._outcome is not None or not was_sent or not self._is_needed(worker):
             return
         if has_started:

@@ -19,12 +19,12 @@ REMEDIES = (
     "trainers get. Or set data_service.hooks=trainers, if the trainers have the data."
 )
 
-# On a data host: the parts that stay there, by the name of the hook call and their number in it.
+# On a data host, the parts that stay there, by the name of the hook call and the number of the part in the call.
 LEFT: dict[str, list[Any]] = {}
 
 
 def part_of(call: str, number: int) -> Any:
-    """Return a part that a hook call has left on this data host. Stand-ins are pickled as calls of this function.
+    """Return a part that a hook call has left on this data host. Stand-ins are pickled as calls to this function.
 
     Raises:
         DataSettingsError: The hook call has not run here.
@@ -42,11 +42,11 @@ class PartStandIn:
     """A stand-in for a dataset or function on the data hosts.
 
     Args:
-        call: Name of the hook call that created it.
-        number: Its number in the call.
+        call: Name of the hook call that created the part.
+        number: Number of the part in the call.
         name: Name of the dataset's class, or of the function.
         length: Length of the dataset, or None if it has no length.
-        sees_trainer: Whether it refers to the view of the Trainer, directly or indirectly.
+        sees_trainer: Whether the part refers to the view of the Trainer, directly or indirectly.
     """
 
     def __init__(self, call: str, number: int, name: str, length: int | None, sees_trainer: bool) -> None:
@@ -71,7 +71,7 @@ class PartStandIn:
         raise AttributeError(f"{self._name} is on the data hosts, and cannot be called on a trainer. {REMEDIES}")
 
     def __repr__(self) -> str:
-        """Name the part that it stands for."""
+        """Name the part that this object stands for."""
         return f"<{self._name} on the data hosts>"
 
 
@@ -101,16 +101,16 @@ class StreamStandIn(DatasetStandIn, IterableDataset[Any]):
         return self[0]
 
 
-# By the first field of a persistent id.
+# Classes of stand-ins, by the first field of a persistent id.
 _KINDS: dict[str, type[PartStandIn]] = {"dataset": DatasetStandIn, "stream": StreamStandIn, "function": PartStandIn}
 
 
 class Parts:
-    """The parts of a call's result that stay on this data host, collected while it is pickled.
+    """The parts of a call's result that stay on this data host, collected while the result is pickled.
 
     Args:
         others: Objects that trainers have themselves, such as the DataModule, by name.
-        by_id: Number parts by ``id()``, which tells parts of several pickles apart, rather than counting them.
+        by_id: Whether to number parts by ``id()``, which distinguishes parts across pickles, instead of counting them.
     """
 
     def __init__(self, others: Mapping[str, Any], *, by_id: bool = False) -> None:
@@ -152,14 +152,14 @@ class ResultUnpickler(pickle.Unpickler):
     """
 
     def __init__(self, data: bytes, call: str, others: Mapping[str, Any]) -> None:
-        # Copy the data to writable memory, as user code may write to arrays.
+        # Copy the data to writable memory, because user code may write to arrays.
         first, *buffers = parts_in(memoryview(bytearray(data)))
         super().__init__(io.BytesIO(first), buffers=buffers)
         self._call, self._others = call, others
         self._known: dict[int, PartStandIn] = {}
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the stand-in for a part, or the trainer's object of that name."""
+        """Return the stand-in for a part, or one of the trainer's own objects."""
         kind, *rest = pid
         if not rest:
             return self._others[kind]

@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 # Smaller buffers stay in the pickle: 50,000 small arrays out of band would take 50,000 entries in the header.
 _MIN_OUT_OF_BAND_BYTES = 1 << 14
-# Attributes with larger pickles are data, rather than numbers and names.
+# Attributes with larger pickles count as data, not as mere numbers and names.
 _MAX_SMALL_BYTES = 1 << 16
-# Limits of the search for what cannot be pickled: steps of a path, and parts of an object.
+# Limits when searching for what cannot be pickled: steps in a path, and parts of an object.
 _MAX_DEPTH = 8
 _MAX_PARTS = 10_000
 
@@ -53,7 +53,7 @@ class PickledObject:
 
     Attributes:
         digest: Hash of the contents, as 32 hexadecimal digits.
-        num_bytes: Size of its snapshot.
+        num_bytes: Size of the snapshot in bytes.
     """
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
@@ -69,7 +69,7 @@ class PickledObject:
 
     @classmethod
     def of_snapshot(cls, snapshot: bytes) -> PickledObject:
-        """Wrap a snapshot that another process has joined."""
+        """Wrap a snapshot that ``joined`` returned in another process."""
         pickled = object.__new__(cls)
         pickled._parts = [memoryview(snapshot)]
         pickled._measure()
@@ -109,8 +109,8 @@ def pickle_object(
         value: The object.
         by_name: Whether the recipients have run this script. Its classes and functions are then pickled by name, so
             that ``isinstance`` and ``globals()`` work as they do here; otherwise, they are pickled by value.
-        named: Parts of the object by the names that the user knows, for the error.
-        advice: End of the error: who gets the object, and what to do.
+        named: Parts of the object, by the names that the user knows, for the error.
+        advice: End of the error message, which says who gets the object and what to do.
         parts: Parts that are not pickled.
 
     Raises:
@@ -191,8 +191,8 @@ def _reduce_module(module: ModuleType) -> Any:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type information
     """A pickler that keeps large buffers out of band, and replaces the Trainer with a view."""
 
-    # If a function uses "self.classes", cloudpickle mistakes it for the module torch.classes, whose class it cannot
-    # pickle.
+    # If a function uses "self.classes", cloudpickle takes the name for the module torch.classes, whose class cannot be
+    # pickled.
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({type(torch.classes): _reduce_module})
 
     def __init__(
@@ -217,7 +217,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         """Return the reduced value of an object that is not a builtin."""
         if isinstance(obj, Trainer):
             return _itself, (TrainerView.of(obj),)
-        # cloudpickle would read the rest of a file that is open for reading into memory.
+        # If a file is open for reading, cloudpickle would read the rest of it into memory.
         if isinstance(obj, _FILES) and obj not in (sys.stdout, sys.stderr):
             raise pickle.PicklingError("it is an open file")
         if isinstance(obj, SynchronizedBase):
@@ -231,8 +231,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return _main_name(obj)
         if isinstance(obj, DataLoader):
             # Leave out the iterator of persistent workers, which belongs to this process. Lightning keeps a second
-            # reference, for recreating the loader, if it watches loaders at that moment: within loader hooks, and
-            # forever once one of them has raised (_replace_dunder_methods).
+            # reference to the iterator, for recreating the loader, while it watches loaders (_replace_dunder_methods):
+            # within loader hooks, and forever after one of them has raised.
             kept = {
                 name: value
                 for name, value in vars(obj).items()
@@ -251,7 +251,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         """Return the reduced value of a tensor, or None to leave it to torch."""
         if tensor.device.type not in ("cpu", "meta"):
-            # It may belong to a model that the strategy has moved to the GPU. Data hosts build batches on the CPU.
+            # The tensor may belong to a model that the strategy moved to the GPU. Data hosts build batches on the CPU.
             return _on_cpu(tensor).__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch's
         if tensor.is_shared():  # type: ignore[no-untyped-call]  # torch's
             _warn_of_shared_memory()
@@ -266,7 +266,7 @@ class _PartsPickler(_Pickler):
     def __init__(
         self, parts: Parts, file: io.BytesIO, buffers: list[pickle.PickleBuffer], *args: Any, **kwargs: Any
     ) -> None:
-        # Keep the arguments that Lightning has recorded: on the trainers, it recreates some loaders from them.
+        # Keep the arguments that Lightning has recorded, from which it recreates some loaders on the trainers.
         super().__init__(file, buffers, *args, keeps_arguments=True, **kwargs)
         self._parts = parts
 
@@ -279,7 +279,7 @@ _NewPickler: TypeAlias = Callable[..., _Pickler]
 
 
 def _is_attached(model: LightningModule) -> bool:
-    """Return whether a model is attached to a Trainer, or to its view on a data host."""
+    """Return whether a model is attached to a Trainer, or to the view of one on a data host."""
     try:
         return isinstance(model.trainer, (Trainer, TrainerView))
     except RuntimeError:  # "not attached to a Trainer"
@@ -291,11 +291,11 @@ def _itself(value: Any) -> Any:
 
 
 def _restore_attached(trainer: Any, model: Any, state: Any) -> None:
-    """Set a model's state and its Trainer, which Lightning leaves out of the state: the epoch would be 0."""
+    """Set a model's state and its Trainer, which Lightning leaves out of the state: without it, the epoch is 0."""
     model.__setstate__(state)
     model.trainer = trainer
     if model.device.type not in ("cpu", "meta"):
-        model.to("cpu")  # its tensors are there, and ``model.device`` must agree
+        model.to("cpu")  # its tensors are on the CPU, and ``model.device`` must agree
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -322,7 +322,7 @@ def _is_plain_tensor(tensor: torch.Tensor) -> bool:
 
 
 def _main_name(obj: Any) -> str | None:
-    """Return the qualified name of a class or function of the script, or None if the name leads elsewhere."""
+    """Return the qualified name of a class or function in the script, or None if the name leads elsewhere."""
     if obj.__module__ != "__main__":
         return None
     target: Any = sys.modules["__main__"]
@@ -332,13 +332,13 @@ def _main_name(obj: Any) -> str | None:
 
 
 class _Search:
-    """A search for what cannot be pickled, which tries the parts of objects."""
+    """A search for the part of an object that cannot be pickled, which tries one part at a time."""
 
     def __init__(self, new: _NewPickler) -> None:
         self._new = new
 
     def culprit(self, roots: Mapping[str, Any], error: Exception) -> tuple[str, Any, Exception]:
-        """Return the path to the innermost part that cannot be pickled, the part, and why.
+        """Return the path to the innermost part that cannot be pickled, the part itself, and the reason.
 
         Args:
             roots: Objects to start from, by path.
@@ -366,7 +366,7 @@ class _Search:
         return None
 
     def _parts_of(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the parts of an object that its pickle includes, each after the code that reaches it."""
+        """Yield the parts of an object that its pickle includes, each with the code that reaches it."""
         if isinstance(value, SynchronizedBase):
             return
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Detects hooks that split the data by rank, on a data host, where they run once for all ranks."""
+"""Detects hooks that split the data by rank, although they run on a data host, once for all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_sm.errors import DataSettingsError
 _RANKS = ("global_rank", "local_rank", "node_rank")
 _SIZES = ("world_size", "num_devices", "num_nodes")
 
-# Libraries whose reads of the rank do not count: torch's samplers read it, but get the right one on the trainers.
+# Libraries whose reads of the rank do not count: torch's samplers read it, but trainers correct it there.
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_sm")
 
 
@@ -31,7 +31,7 @@ class RanksRead:
 
         Args:
             name: The attribute.
-            value: Its value. A size of 1 is ignored, as it leaves nothing to split.
+            value: Its value. A size of 1 is ignored, because it leaves nothing to split.
             frame: The code that read it.
         """
         if name in _RANKS:
@@ -41,7 +41,7 @@ class RanksRead:
 
     @contextmanager
     def noting_torch(self) -> Iterator[None]:
-        """Also record the user's calls of ``torch.distributed.get_rank()`` and ``get_world_size()``."""
+        """Also record the user's calls to ``torch.distributed.get_rank()`` and ``get_world_size()``."""
         if not torch.distributed.is_available():
             yield
             return
@@ -66,7 +66,7 @@ class RanksRead:
         return noted
 
     def check(self, hook: str) -> None:
-        """Check that a hook leaves it to samplers to split the data by rank.
+        """Check that a hook leaves splitting the data by rank to the samplers.
 
         Args:
             hook: The hook call, for the error.

@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning_sm.errors import DataSettingsError
 
-# A snapshot begins with the number of its parts and their sizes. Parts begin at multiples of ALIGNMENT, as NumPy and
-# torch read aligned memory faster. The first is the pickle, the others are the memory of arrays and tensors.
+# A snapshot begins with the number of its parts and their sizes. Parts begin at multiples of ALIGNMENT, because NumPy
+# and torch read aligned memory faster. The first part is the pickle; the others are the memory of arrays and tensors.
 NUMBER = struct.Struct("<Q")
 ALIGNMENT = 64
 
@@ -26,7 +26,7 @@ def load_from_trainers(fd: int, what: str) -> Any:
         DataSettingsError: This process lacks a module, class or function that the object needs.
     """
     try:
-        # Its arrays and tensors alias the memory, which all processes share until one of them writes to it.
+        # The object's arrays and tensors alias the memory, which all processes share until one of them writes to it.
         parts = parts_in(memoryview(mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)))
         return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # only from rank 0 of this job
     except (AttributeError, ImportError) as error:

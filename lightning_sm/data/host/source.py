@@ -1,4 +1,4 @@
-"""The parts of a user's ``DataLoader`` that a data host gets, as a spawned worker of torch would."""
+"""The parts of a user's ``DataLoader`` that a data host gets, like a worker that torch spawns."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class WorkerSource:
     Attributes:
         name: Name of the loader, for messages.
         dataset: The dataset.
-        collate_fn: Makes a batch of samples.
-        worker_init_fn: Called in each worker with its number, if any.
+        collate_fn: Makes a batch from samples.
+        worker_init_fn: Function to call in each worker with the worker's number, if any.
         has_ranks: Whether ``worker_init_fn`` also accepts the rank, like Lightning's.
         is_stream: Whether the dataset is iterable, rather than indexed.
         is_batched: Whether samples are collated into batches; if not, each sample is a batch.
-        batch_size: Samples per batch of an iterable dataset.
+        batch_size: Number of samples per batch, for an iterable dataset.
         drop_last: Whether an iterable dataset's last batch is dropped if it is incomplete.
-        is_spawned: Whether workers are spawned, as with ``multiprocessing_context="spawn"``. Loaders that hooks have
-            created on the data hosts always fork.
+        is_spawned: Whether workers are spawned, as with ``multiprocessing_context="spawn"``. The workers of
+            loaders that hooks have created on the data hosts are always forked.
         trainer: The Trainer, if parts on the data hosts refer to it.
     """
 

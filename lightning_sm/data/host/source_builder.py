@@ -39,12 +39,12 @@ Builder: TypeAlias = "IndexedBuilder | StreamBuilder"
 
 
 class WorkerPlace(NamedTuple):
-    """A worker's place.
+    """A worker's place on the data hosts.
 
     Attributes:
         host: Name of the data host.
         number: Number of the worker on its host.
-        num_workers: Workers on the host.
+        num_workers: Number of workers on the host.
     """
 
     host: str
@@ -53,11 +53,11 @@ class WorkerPlace(NamedTuple):
 
 
 def builder_of(source: WorkerSource, stream: StreamWorker | None, place: WorkerPlace) -> Builder:
-    """Return the builder of batches for a worker.
+    """Return the batch builder for a worker.
 
     Args:
         source: The source.
-        stream: Worker of the stream to act as; None if the dataset is indexed.
+        stream: The worker of the stream that this worker acts as; None if the dataset is indexed.
         place: Place of the worker.
     """
     if source.trainer is not None:
@@ -70,7 +70,7 @@ def builder_of(source: WorkerSource, stream: StreamWorker | None, place: WorkerP
 
 
 class IndexedBuilder:
-    """A builder of any batch of an indexed dataset. Random numbers depend on the batch, not on the worker.
+    """A builder for any batch of an indexed dataset. Random numbers depend on the batch, not on the worker.
 
     Args:
         source: The source.
@@ -80,7 +80,7 @@ class IndexedBuilder:
     def __init__(self, source: WorkerSource, place: WorkerPlace) -> None:
         self._source = source
         self._number = place.number
-        # Different on each worker of each host.
+        # The seed is different for each worker of each host.
         seed = _hash(f"{place.host}/{place.number}/{source.name}".encode()) % (1 << 31)
         self._info = _worker_info(place.number, place.num_workers, seed, source.dataset)
         self._world = RankWorld()
@@ -88,12 +88,12 @@ class IndexedBuilder:
         self._has_searched_again = False
 
     def enter(self, notes: WorkerNotes) -> None:
-        """Set ``get_worker_info()``, and run the user's ``worker_init_fn``."""
+        """Set the result of ``get_worker_info()``, and run the user's ``worker_init_fn``."""
         _show_worker_info(self._info)
-        # Lightning's worker_init_fn only seeds, which is done for each batch.
+        # Lightning's worker_init_fn only sets seeds, which ``build`` does for each batch.
         if not self._source.has_ranks:
             notes.set_text("worker_init_fn")
-            # Generators that it creates from torch.initial_seed() must differ between workers, as in a DataLoader.
+            # Generators created there from torch.initial_seed() must differ between workers, as in a DataLoader.
             seed_all(self._info.seed)
             self._source.init_worker(self._number, 0)
         self._held = HeldGenerators(self._source.dataset, self._source.collate_fn)
@@ -125,7 +125,7 @@ class IndexedBuilder:
         source = self._source
         notes.set_text("unpickling what the sampler yielded")
         index = pickle.loads(spec.indices[number])  # noqa: S301  # from a trainer that has proved the token
-        # Include the rank: the ranks of a job often have the same base.
+        # Include the rank, because the ranks of a job often have the same base seed.
         seed = _hash(_BATCH_KEY.pack(spec.seed, spec.rank, spec.first + number))
         seed_all(seed)
         self._held.seed(seed)
@@ -156,7 +156,7 @@ class StreamBuilder:
 
     Args:
         source: The source.
-        stream: Worker of the stream to act as.
+        stream: The worker of the stream that this worker acts as.
     """
 
     def __init__(self, source: WorkerSource, stream: StreamWorker) -> None:
@@ -194,7 +194,7 @@ class StreamBuilder:
     def build(
         self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes
     ) -> list[EncodedBatch] | StreamEnd:
-        """Build the batches of a request, after skipping earlier ones that this process has not built."""
+        """Build the batches of a request, after skipping any earlier batches that this process has not built."""
         spec = FetchSpec.decode(encoded_spec)
         if (spec.seed, spec.first) < (self._pass, self._num_built):
             # A batch was lost in transit, and a stream cannot go back. Exit: a new process starts over and skips ahead.
@@ -230,10 +230,10 @@ def _encode_batches(
 
     Args:
         memory: The slot.
-        batches: Functions that each build a batch, perhaps in the arena, or return a ``StreamEnd``, which is the last.
+        batches: Functions that each build a batch, perhaps in the arena, or return a ``StreamEnd``, which ends them.
 
     Returns:
-        The batches, fewer than requested if the stream ends, or its end if there are none.
+        The batches (fewer than requested if the stream ends), or the stream's end if there are none.
     """
     encoded: list[EncodedBatch] = []
     used = 0

@@ -31,7 +31,7 @@ class Sources:
         """Add a pickled source, and drop the ones that are no longer needed.
 
         Args:
-            digest: Its digest.
+            digest: Digest of the source.
             fd: Descriptor of its memory.
             kept: Digests of sources that may still be requested.
         """
@@ -41,7 +41,7 @@ class Sources:
         self.snapshots[digest] = fd
 
     def open(self, opening: Opening) -> Failure | CallResult | None:
-        """Unpickle the source of an opening for forked workers, unless it is there, or run its hook call.
+        """Run the hook call of an opening, or unpickle its source for forked workers if that is still necessary.
 
         Returns:
             The failure, if any, or the result of the hook call.
@@ -63,7 +63,7 @@ class Sources:
         return result
 
     def keep(self, names: Iterable[str]) -> None:
-        """Forget all openings except these, and the sources that none of them needs."""
+        """Forget all openings except these, and the sources that none of these openings needs."""
         kept = set(names)
         self.openings = {name: opening for name, opening in self.openings.items() if name in kept}
         self._calls.keep(self.openings)

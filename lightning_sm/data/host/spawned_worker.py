@@ -1,7 +1,7 @@
 """Spawned workers, for loaders with ``multiprocessing_context="spawn"`` or ``"forkserver"``.
 
 multiprocessing starts each one as a new interpreter, which imports the user's script as ``__mp_main__`` and unpickles
-the source. Threads that libraries start in doing so therefore run in the worker too; a fork would have none of them.
+the source. Threads that libraries start meanwhile therefore run in the worker; a forked worker would have none.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def spawn_worker(
 
     Args:
         snapshot: Descriptor of the source's memory.
-        stream: Worker of the stream to act as; None if the dataset is indexed.
+        stream: The worker of the stream that this worker acts as; None if the dataset is indexed.
         place: Place of the worker.
-        ring: Its ring.
-        notes: Its notes.
+        ring: The worker's ring.
+        notes: The worker's notes.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
         load = partial(_load, InheritedDescriptor(snapshot), stream, place)
-        # A daemon, like a DataLoader worker: multiprocessing refuses to start processes in it.
+        # A daemon, like a DataLoader worker, in which multiprocessing refuses to start processes.
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=_run, args=(theirs, ring, load, notes), daemon=True)
         process.start()

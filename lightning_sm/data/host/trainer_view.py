@@ -1,4 +1,4 @@
-"""The Trainer that user code on a data host sees: plain values, as of the start of an iterator or hook."""
+"""The Trainer that user code on a data host sees: plain values from the start of an iterator or hook."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _RANKS = ("global_rank", "local_rank", "node_rank", "is_global_zero")
 class TrainerView:
     """A stand-in for the ``Trainer`` that a dataset or a DataModule on a data host refers to.
 
-    Its rank is the one that this process currently works for (see ``RankWorld``), so views are equal on all ranks.
+    It does not store the rank, which is the one that this process currently works for (see ``RankWorld``). Views are
+    therefore equal on all ranks.
 
     Args:
         values: Values of the Trainer, by name.

@@ -1,8 +1,8 @@
-"""A worker of a data host, which runs the user's dataset, transforms and collate function, one batch after the other.
+"""A worker of a data host, which runs the user's dataset, transforms and collate function, one batch at a time.
 
 Workers are forked from the data host's main process, as ``DataLoader`` forks its workers. The main process never loads
 gRPC and has no threads, so forking it is safe. Forks share the dataset's memory and start within milliseconds. For
-other workers, see ``spawned_worker``.
+spawned workers, see ``spawned_worker``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError
 
-# A worker logs the stacks of its threads when a request takes this many seconds, and this many times as long as any
-# before it. faulthandler does so even if native code hangs.
+# A worker logs the stacks of its threads when a request takes at least this many seconds, and at least this many times
+# as long as every earlier request. faulthandler does so even if native code hangs.
 _LONG_S = 30.0
 _LONG_FACTOR = 2.0
 

@@ -1,7 +1,7 @@
-"""Notes of a worker for its parent, which can read them even when the worker no longer runs Python code.
+"""A worker's notes for its parent, which can read them even when the worker no longer runs Python code.
 
-If the user's code raises, the error names the sample. After SIGSEGV in an image decoder, or SIGKILL for lack of memory,
-only the note of the sample is left.
+If the user's code raises an exception, the error names the sample. After a SIGSEGV in an image decoder or a SIGKILL for
+lack of memory, only the notes do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WorkerNotes:
         self.clear()
 
     def set_index(self, index: int) -> None:
-        """Record a sample by its index, an int64. This takes only 0.2 us: small samples take a few us each."""
+        """Record a sample by its index, an int64, in only 0.2 us; a small sample takes a few us."""
         _HEAD.pack_into(self._memory, 0, _INDEX, index)
 
     def set_text(self, where: str) -> None:
@@ -42,7 +42,7 @@ class WorkerNotes:
         _HEAD.pack_into(self._memory, 0, _NOTHING, 0)
 
     def note_start(self) -> None:
-        """Record that the worker has started: later failures do not count as failures to start."""
+        """Record that the worker has started, so that later failures do not count as failures to start."""
         self._memory[_STARTED_AT] = b"1"
         self.clear()
 

@@ -1,4 +1,4 @@
-"""The distributed world that user code sees on a data host: one process at first, then the rank that it works for."""
+"""The distributed world that user code sees on a data host: first a single process, then one of the trainer ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VARIABLES = {
 def show_world_of_one() -> None:
     """Make ``torch.distributed`` and torchrun's variables show a world of one process, here and in forks.
 
-    If the user's script has created a process group, keep it.
+    A process group that the user's script has created is kept.
     """
     os.environ.update(_VARIABLES)
     # Creating a process group replaces sys.excepthook for good. Restore it, or errors would be marked as rank 0's.
@@ -68,7 +68,7 @@ class RankWorld:
         if not torch.distributed.is_available():
             return
         if self._shown not in self._groups:
-            # The rank of a group is fixed, and creating a group takes 0.2 ms: create one per rank, and switch.
+            # A group's rank is fixed, and creating a group takes 0.2 ms, so create one per rank, and switch groups.
             distributed_c10d._world.default_pg = None
             self._groups[self._shown] = _init_group(rank, world_size) and distributed_c10d._world.default_pg
         distributed_c10d._world.default_pg = self._groups[self._shown] or None

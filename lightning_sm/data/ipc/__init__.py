@@ -1,1 +1,1 @@
-"""Messages, memory and supervision between processes of one host."""
+"""Messages, shared memory and supervision for the processes of one host."""

@@ -16,13 +16,13 @@ from lightning_sm.errors import DataServiceError
 
 
 class Configure(Message, frozen=True):
-    """The first message.
+    """The first message, which configures the feeder.
 
     Attributes:
         addresses: Addresses of the data hosts.
         credentials: Credentials for the data hosts.
         client: This rank's heartbeat, without figures.
-        is_quiet: Whether to leave messages common to all ranks to another rank of this host.
+        is_quiet: Whether another rank on this host logs the messages that are common to all ranks.
     """
 
     addresses: list[str]
@@ -66,15 +66,15 @@ class StartIterator(Message, frozen=True):
     It is answered by ``DeliveredRange``, ``EndOfPass`` and ``Failed``.
 
     Attributes:
-        pass_id: Its unique number.
+        pass_id: Unique number of the iterator.
         loader: Name of the loader, for messages.
-        opening: Name of the opening of its source.
-        source: Digest of its source.
-        is_stream: Whether it iterates over a worker of a stream.
-        first: Number of its first batch. An earlier run has read the batches before it.
+        opening: Name of the source's opening.
+        source: Digest of the source.
+        is_stream: Whether the iterator is over a worker of a stream.
+        first: Number of the first batch. An earlier run has read all batches before this one.
         rank: This rank.
         world_size: Number of ranks.
-        seed: Base of its random states.
+        seed: Base of the iterator's random states.
         ring: Number of the ring for the batches.
         window_batches: Limit on requests in flight or buffered.
         is_window_fixed: Whether ``window_batches`` also limits batches, of which a request may ask for several.
@@ -97,7 +97,7 @@ class StartIterator(Message, frozen=True):
 
 
 class SupplyIndices(Message, frozen=True):
-    """Pickled indices of an iterator's next batches, as the sampler yielded them, and whether they are the last."""
+    """Pickled indices for an iterator's next batches, as yielded by the sampler. With ``is_end``, no more follow."""
 
     pass_id: int
     indices: list[bytes]
@@ -122,7 +122,7 @@ class Finish(Message, frozen=True):
 
 
 class SourceOpened(Message, frozen=True):
-    """A data host has opened a source, or none can.
+    """A data host has opened a source, or no host can.
 
     Attributes:
         name: Name of the opening.
@@ -150,10 +150,10 @@ class DeliveredRange(Message, frozen=True):
         slot: Slot of the ring.
         first_step: Step of the first batch.
         num_steps: Number of batches.
-        num_bytes: Bytes of all batches.
-        figures: Mean figures of a batch.
+        num_bytes: Size of all batches together.
+        figures: Figures for a batch, averaged over the range.
         batches: Where the batches are, and how to rebuild them.
-        wanted_until: The batch up to which the feeder now wants indices, exclusive.
+        wanted_until: The first batch for which the feeder does not want indices yet.
     """
 
     pass_id: int
@@ -178,7 +178,7 @@ class EndOfPass(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """A pass cannot continue, or none can if ``pass_id`` is None; ``error`` is a name in ``lightning_sm.errors``."""
+    """A pass, or every pass if ``pass_id`` is None, has failed; ``error`` is a name in ``lightning_sm.errors``."""
 
     pass_id: int | None
     error: str
@@ -193,8 +193,8 @@ class HostSnapshot(HostFigures, frozen=True):
     """The totals of a data host since the start, and its current state.
 
     Attributes:
-        in_flight: Requests of this rank that it has not answered.
-        busy: Workers that are building batches.
+        in_flight: Number of requests from this rank that the host has not answered.
+        busy: Number of workers that are building batches.
     """
 
     in_flight: int = 0
@@ -221,7 +221,7 @@ class FeederSnapshot(Message, frozen=True):
     """The feeder's view of hosts and passes.
 
     Attributes:
-        ranks: Figures that data hosts have of each rank, by the name of the rank.
+        ranks: Figures that data hosts have for each rank, by rank name.
     """
 
     hosts: list[HostSnapshot]

@@ -14,10 +14,10 @@ from lightning_sm.data.settings import HostSettings
 
 
 class Serve(Message, frozen=True):
-    """To a new process: what to serve.
+    """To a new process: what to serve, and how.
 
     Attributes:
-        settings: How to serve.
+        settings: Settings of the data host.
         imports: Modules to import in advance.
         snapshots: Digests of the sources that the main process has, the newest last.
     """
@@ -63,13 +63,13 @@ class NewSnapshot(Message, frozen=True):
 
 
 class StartWorkers(Message, frozen=True):
-    """Ask the main process to start workers; it answers with ``StartedWorkers``."""
+    """To the main process: start the workers of an opening. The answer is ``StartedWorkers``."""
 
     opening: Opening
 
 
 class StartedWorkers(Message, frozen=True):
-    """The workers of an opening were started, or its hook call has returned a result, or it failed."""
+    """The workers of an opening were started, its hook call has returned a result, or the opening has failed."""
 
     name: str
     outcome: Failure | CallResult | None = None
@@ -85,12 +85,12 @@ class NewWorker(Message, frozen=True):
     """A worker was started.
 
     Attributes:
-        worker: Its id.
-        number: Its number on the host.
-        opening: Name of the opening that it serves.
-        num_slots: Slots of its ring.
+        worker: Id of the worker.
+        number: Number of the worker on the host.
+        opening: Name of the opening that the worker serves.
+        num_slots: Number of slots in the worker's ring.
         slot_bytes: Capacity of a slot.
-        fds: The connection to it, and its ring.
+        fds: Descriptors of the connection to the worker, and of the ring.
     """
 
     worker: int
@@ -150,7 +150,7 @@ class BuildAnswer(Message, frozen=True):
     """The answer to a ``Build``.
 
     Attributes:
-        slot: Slot of the request.
+        slot: Slot named in the request.
         outcome: The batches, or why there are none.
     """
 

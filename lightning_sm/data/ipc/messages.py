@@ -26,19 +26,19 @@ _MAX_FDS = 8
 
 
 class Message(Struct, frozen=True, tag=True):
-    """Base class of messages, whose encoding (MessagePack) names their kind.
+    """Base class for messages, whose encoding (MessagePack) includes the name of their kind.
 
     Descriptors in a field ``fds`` stay open in the sender, and the receiver owns its copies. A receiver that runs out
-    of descriptors gets none of the message's, and logs an error.
+    of descriptors gets none of those in the message, and logs an error.
     """
 
     _kinds: ClassVar[dict[str, type[Message]]] = {}
 
     def __init_subclass__(cls) -> None:
-        """Register a kind by its name.
+        """Register a kind of message by its name.
 
         Raises:
-            TypeError: Another kind has the name.
+            TypeError: Another kind has the same name.
         """
         if cls.__name__ in Message._kinds:
             raise TypeError(f"two kinds of message are called {cls.__name__}")
@@ -56,7 +56,7 @@ class MessageSocket:
         self._socket = sock
         self._sending = threading.Lock()
         self._received = bytearray()
-        self._fds: deque[list[int]] = deque()  # of each message with descriptors
+        self._fds: deque[list[int]] = deque()  # a list for each message with descriptors
         self._is_at_end = False
 
     def fileno(self) -> int:
@@ -87,7 +87,7 @@ class MessageSocket:
             NothingReceivedError: No message arrived in time.
 
         Returns:
-            The message; None when the other end is closed.
+            The message, or None if the other end is closed.
         """
         while (message := self._next()) is None:
             if self._is_at_end:
@@ -98,7 +98,7 @@ class MessageSocket:
         return message
 
     def pending(self) -> list[Message]:
-        """Read once and return all complete messages. Call it when the socket is readable."""
+        """Read once, and return all complete messages. Call this when the socket is readable."""
         self._read()
         return self.buffered()
 
@@ -129,7 +129,7 @@ class MessageSocket:
         except ConnectionError:
             data, fds, flags = b"", [], 0
         self._received += data
-        # The kernel ends a read after data with descriptors, so all of them belong to one message.
+        # The kernel ends a read after data with descriptors, so all descriptors of a read belong to one message.
         if flags & socket.MSG_CTRUNC:
             logger.error(
                 "This process has run out of file descriptors (limit: %d). Raise the limit with ulimit -n.",
@@ -150,10 +150,10 @@ class MessageSocket:
         if len(self._received) < end:
             return None
         with memoryview(self._received) as view:
-            # Pass the kinds each time, as modules that define more of them may have been imported.
+            # Pass the kinds each time, as modules that define more kinds may have been imported since.
             message: Message = decoder(msgspec.msgpack.Decoder, *Message._kinds.values()).decode(view[_HEAD.size : end])
         if num_fds:
-            force_setattr(message, "fds", tuple(self._fds.popleft()))  # replaces the sender's
+            force_setattr(message, "fds", tuple(self._fds.popleft()))  # replaces the sender's numbers
         del self._received[:end]
         return message
 
@@ -161,7 +161,8 @@ class MessageSocket:
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-# A ``Released``, the number of the ring or of the pass, and the slot or step. Writes up to PIPE_BUF bytes are atomic.
+# A record in the release pipe: a ``Released``, the number of the ring or pass, and the slot or step. Writes of up to
+# PIPE_BUF bytes are atomic.
 RELEASE = struct.Struct("<IIQ")
 
 
@@ -169,5 +170,5 @@ class Released(IntEnum):
     """The kinds of records in the release pipe."""
 
     SLOT = 1  # number: the ring; value: the slot, which no tensor aliases now
-    STEP = 2  # number: the pass; value: all steps below it were taken
+    STEP = 2  # number: the pass; value: the step below which all steps were taken
     PASS = 3  # number: the pass, which has ended

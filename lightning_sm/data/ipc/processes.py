@@ -70,8 +70,8 @@ def connection_to_parent() -> MessageSocket:
 def keep_freed_memory() -> None:
     """Make the allocator keep freed memory, if the C library has ``mallopt``.
 
-    glibc returns large blocks to the system as soon as they are freed. The next batch then needs new ones, whose page
-    faults cost more than the copy: without this, receiving takes 1.6 times as long and collating 3 times.
+    glibc returns large blocks to the system as soon as they are freed. The next batch then needs new blocks, whose page
+    faults cost more than the copy: receiving takes 1.6 times as long, and collating 3 times as long.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -80,14 +80,14 @@ def keep_freed_memory() -> None:
 
 
 class InheritedDescriptor(int):
-    """A descriptor that is inherited by a process that multiprocessing spawns, and unpickled there as an int."""
+    """A descriptor that a process spawned by multiprocessing inherits, and unpickles as an int."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return methodcaller("detach"), (DupFd(int(self)),)
 
 
 def describe_exit(status: int) -> str:
-    """Return how a process exited, as a predicate: "was killed by SIGSEGV".
+    """Return how a process exited, as a predicate such as "was killed by SIGSEGV".
 
     Args:
         status: Exit code, or minus the number of the signal.

@@ -2,7 +2,7 @@
 
 The memory is a ``memfd``. It has no name, so nothing is left behind if a process is killed, and it is not limited to
 the 64 MB that many containers have in ``/dev/shm``. It is sparse: a slot may be as large as the largest allowed batch,
-but uses memory only as far as it was ever written.
+but only the part that was ever written uses memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Ring:
         return Ring, (InheritedDescriptor(self.fd), self.num_slots, self.slot_bytes)
 
     def slot(self, index: int) -> np.ndarray:
-        """Return a new array over a slot, uint8 of shape (slot_bytes,), page aligned.
+        """Return a new page-aligned uint8 array of shape (slot_bytes,) over a slot.
 
         Args:
             index: Number of the slot.

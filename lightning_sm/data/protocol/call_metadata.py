@@ -1,7 +1,7 @@
 """Metadata of every call from a trainer to a data host: method, caller, and mutual proofs of the token.
 
 The token never crosses the network. With each call, a trainer sends a random number and a proof of the token. The data
-host begins its answer with its own random number and a proof over both numbers; the trainer reads nothing before it.
+host begins its answer with its own random number and a proof over both numbers, before which the trainer reads nothing.
 Calls that carry pickles need a third proof: their first request also proves the token over both numbers, so that a
 recorded call cannot be replayed. No gRPC library.
 """
@@ -37,9 +37,9 @@ def proof(credentials: Credentials, label: Literal["trainer", "data host", "conf
 
     Args:
         credentials: The token.
-        label: Who proves it, so that neither side can send back the other's proof.
-        parts: For a trainer, the full name of the method and its random number; otherwise the random numbers of trainer
-            and data host.
+        label: Who proves the token, so that neither side can send back the other's proof.
+        parts: For a trainer, the full name of the method and the trainer's random number; otherwise, the random numbers
+            of the trainer and of the data host.
     """
     text = "\0".join((label, *parts))
     return hmac.new(credentials.token.encode(), text.encode(), hashlib.sha256).hexdigest()

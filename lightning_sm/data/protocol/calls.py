@@ -15,7 +15,7 @@ _MAX_REQUEST_BYTES = 1 << 20
 
 
 class Request(Struct, frozen=True):
-    """Base class of the requests of a trainer to a data host."""
+    """Base class for a trainer's requests to a data host."""
 
     NAME: ClassVar[str]  # of the gRPC method
 
@@ -33,7 +33,7 @@ _Request = TypeVar("_Request", bound=Request)
 
 
 class LoadRequest(Request, frozen=True):
-    """The head of a source's snapshot that a rank sends; the snapshot's bytes follow.
+    """The head of a source's snapshot, which a rank sends before the bytes of the snapshot.
 
     Attributes:
         digest: Digest of the snapshot.
@@ -52,7 +52,7 @@ class HeartbeatRequest(Request, frozen=True):
     Attributes:
         client: Name of the rank.
         world_size: Number of ranks in its run.
-        figures: The rank's measurements, once it trains.
+        figures: The rank's measurements; None before it trains.
         wants_figures: Whether to include the figures of all ranks in the answer.
     """
 
@@ -84,12 +84,12 @@ class HostReport(Struct, frozen=True):
         workers: Number of its workers.
         busy: Number of workers that are building batches.
         queued: Number of requests that wait for a worker.
-        busy_s: Seconds, summed over all workers, that they worked while trainers had more to request.
-        capacity_s: Seconds that they could have worked in this time.
-        built: Number of requests that they have completed.
+        busy_s: Seconds that workers worked while trainers had more to request, summed over all workers.
+        capacity_s: Seconds that the workers could have worked in this time.
+        built: Number of requests that the workers have completed.
         built_s: Seconds that these requests took.
         figures: Figures of each rank, by name, if requested.
-        channels: Names of its input channels; only in answers to Status.
+        channels: Names of the host's input channels; only in answers to Status.
     """
 
     name: str

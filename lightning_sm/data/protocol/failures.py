@@ -1,4 +1,4 @@
-"""Exceptions of the user's code on a data host, as trainers raise them: message, place, and traceback."""
+"""Exceptions from the user's code on a data host, as trainers raise them: with message, place and traceback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_sm import errors
 from lightning_sm._structs import Struct
 from lightning_sm.errors import DataServiceError, DataSettingsError
 
-# Failures of a worker that died: with a task, or before it was ready for one.
+# Failures of workers that died while they had a task, or before they were ready for one.
 LOST_WORKERS = ("WorkerLost", "WorkerNotStarted")
 # Exceptions in the user's code.
 USER_ERRORS = ("RemoteTransformError", "RemoteImportError")
@@ -18,8 +18,7 @@ class Failure(Struct, frozen=True, tag=True):
     """The reason why there are no batches, or no loaders.
 
     Attributes:
-        error: Name of the error: a class of ``lightning_sm.errors``, or one of
-            ``LOST_WORKERS``, "StreamMoved", "NotOpen".
+        error: Name of the error: a class in ``lightning_sm.errors``, one of ``LOST_WORKERS``, "StreamMoved", "NotOpen".
         text: What happened: a sentence, or the type and message of an exception in the user's code.
         where: The hook, index or step at which the user's code failed, and the worker; empty if unknown.
         traceback: The traceback of the user's exception, as Python prints it; empty for other failures.
@@ -36,7 +35,7 @@ class Failure(Struct, frozen=True, tag=True):
         if isinstance(error, DataSettingsError):
             return cls("DataSettingsError", str(error), where)
         only = traceback.format_exception_only(error)
-        # A SyntaxError begins with its file and line, indented. Skip them: the traceback has them, too.
+        # A SyntaxError begins with its file and line, indented. Skip these lines, which the traceback has, too.
         what = next(line for line in only if not line.startswith(" "))
         name = "RemoteImportError" if isinstance(error, (ImportError, SyntaxError)) else "RemoteTransformError"
         return cls(name, what.rstrip(), where, "".join(traceback.format_exception(error)))
@@ -53,7 +52,7 @@ class Failure(Struct, frozen=True, tag=True):
 
 
 def error_class(name: str) -> type[DataServiceError]:
-    """Return the data service's error class of this name, or ``DataServiceError`` if there is none."""
+    """Return the data service's error class with this name, or ``DataServiceError`` if there is none."""
     kind = getattr(errors, name, None)
     return kind if isinstance(kind, type) and issubclass(kind, DataServiceError) else DataServiceError
 

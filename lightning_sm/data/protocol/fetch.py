@@ -1,4 +1,4 @@
-"""Requests for the batches of a source: the instructions that ``DataLoader`` gives a worker, for several batches."""
+"""Requests for batches: the instructions that a ``DataLoader`` gives a worker, but for several batches at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FetchSpec(msgspec.Struct, frozen=True, array_like=True):
         opening: Name of the opening whose workers build the batches.
         rank: Rank of the iterator.
         world_size: Number of ranks.
-        seed: The iterator's base seed. For a stream, whose worker already has the base seed, the number of the pass.
+        seed: The iterator's base seed; for a stream, whose worker already has that seed, the number of the pass.
         first: Number of the first batch in the iterator.
         num_batches: Number of batches.
         indices: The sampler's output for each batch, pickled; empty for a stream, which is not indexed.

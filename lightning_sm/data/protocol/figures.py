@@ -16,7 +16,7 @@ from lightning_sm.data.protocol.codec import Natural, Real
 
 # Round to a tenth of a millisecond.
 _DIGITS = 4
-# Each group of sums restarts at zero together: with the data host's process, the rank's requests, or its connection.
+# The sums in a group restart at zero together: with the data host's process, the rank's requests, or the connection.
 _HOST_SUMS = (
     ("busy_s", "capacity_s", "num_built", "built_s"),
     ("num_received", "transfer_s", "num_retries"),
@@ -29,10 +29,10 @@ class BatchFigures(Struct, frozen=True):
 
     Attributes:
         num_bytes: Size of the batch.
-        queue_s: Seconds that its request waited for a worker.
-        produce_s: Seconds that the worker took to build it.
+        queue_s: Seconds that the request waited for a worker.
+        produce_s: Seconds that the worker took to build the batch.
         transfer_s: Seconds from request to delivery, without ``queue_s`` and ``produce_s``.
-        num_ready: Number of batches buffered behind it.
+        num_ready: Number of batches buffered behind this one.
     """
 
     num_bytes: Natural
@@ -43,7 +43,7 @@ class BatchFigures(Struct, frozen=True):
 
     @property
     def in_transit(self) -> float:
-        """Share of the time from request to delivery that the batch was in transit."""
+        """Share of the time from request to delivery in which the batch was in transit."""
         return self.transfer_s / max(1e-9, self.queue_s + self.produce_s + self.transfer_s)
 
 
@@ -51,13 +51,13 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
     """Measurements of a rank's training loaders, summed since its process started.
 
     Attributes:
-        num_batches: Number of batches of all training loaders.
-        num_steps: Number of batches of the first training loader.
-        num_timed: Number of steps that the step clock has timed: all but the first of a run.
+        num_batches: Number of batches from all training loaders.
+        num_steps: Number of batches from the first training loader.
+        num_timed: Number of steps that the step clock has timed: all but the first step of each run.
         num_bytes: Total size of the batches.
         wait_s: Seconds that the timed steps waited for their batches.
         transfer_wait_s: The part of ``wait_s`` in which batches were in transit from a data host.
-        busy_s: Seconds of the timed steps without ``wait_s``.
+        busy_s: Seconds that the timed steps took, without ``wait_s``.
         sync_s: The part of ``busy_s`` in the backward pass and the optimizer, where ranks wait for each other.
         queue_s: Total seconds that requests waited for a worker.
         produce_s: Total seconds that workers spent on the batches.
@@ -77,7 +77,7 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
     transfer_s: Real = 0.0
 
     def count(self, batch: BatchFigures, *, is_step: bool) -> None:
-        """Add a batch, without the time of its step.
+        """Add a batch, but not the time of its step.
 
         Args:
             batch: Figures of the batch.
@@ -112,7 +112,7 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def wait_fraction(self) -> float:
-        """Fraction of ``seconds`` that the steps waited; 0 before the first timed step."""
+        """Fraction of ``seconds`` in which the steps waited; 0 before the first timed step."""
         return self.wait_s / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -132,10 +132,10 @@ class HostFigures(Struct, frozen=True):
         name: Name of the data host, with its address.
         state: "up", "suspect" or "down", at the end.
         why: Why the host is not up.
-        workers: Number of its workers; 0 if it was never reached.
-        busy_s: Seconds, summed over all workers, that they worked while trainers had more to request.
-        capacity_s: Seconds that they could have worked in this time.
-        num_built: Number of batches that they built, for all ranks.
+        workers: Number of workers; 0 if the host was never reached.
+        busy_s: Seconds that workers worked while trainers had more to request, summed over all workers.
+        capacity_s: Seconds that the workers could have worked in this time.
+        num_built: Number of batches that the workers built, for all ranks.
         built_s: Seconds that these batches took.
         num_received: Number of batches that this rank received from the host.
         transfer_s: Seconds that the received batches were in transit.
@@ -168,5 +168,5 @@ class HostFigures(Struct, frozen=True):
         return HostFigures(**values)
 
     def plus(self, later: HostFigures) -> HostFigures:
-        """Return the sums of both, with all other fields of the later figures."""
+        """Return the sums of both, with all other fields from the later figures."""
         return replace(later, **{name: getattr(self, name) + getattr(later, name) for name in chain(*_HOST_SUMS)})

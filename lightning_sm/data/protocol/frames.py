@@ -15,7 +15,7 @@ from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import WireError
 
-# A header describes each large tensor or array of its batches.
+# A header describes each large tensor or array in its batches.
 MAX_HEADER_BYTES = 64 << 20
 
 _FRAME = struct.Struct("<IBxxxQII")
@@ -74,16 +74,16 @@ class Destination(Protocol):
         """Where the payload goes; None if it is no longer wanted."""
 
     def end(self, is_complete: bool, /) -> None:
-        """Note whether the payload arrived in full; called once, and the memory is not written to afterwards."""
+        """Note whether the payload arrived in full; called once, after which nothing writes to the memory."""
 
 
 class FrameReader:
-    """A parser of frames whose bytes arrive in parts; it chooses the memory for each part.
+    """A parser for frames whose bytes arrive in parts, which chooses the memory for each part.
 
     Args:
-        take: Called with request id, kind, value and payload of each frame that is not DATA.
-        place: Called with request id, kind, value and size of each DATA frame; returns where the payload goes, or None
-            to drop it.
+        take: Called with the request id, kind, value and payload of each frame that is not DATA.
+        place: Called with the request id, kind, value and size of each DATA frame; returns where the payload goes, or
+            None to drop it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A gRPC call: encodes requests to bytes, and finds messages in the bytes that arrive. No I/O.
+"""A gRPC call, which encodes requests and finds messages in the bytes that arrive, without doing I/O.
 
 It follows ``doc/PROTOCOL-HTTP2.md`` of github.com/grpc/grpc ("gRPC over HTTP/2").
 """
@@ -40,7 +40,7 @@ class MessageReceiver(Protocol):
         """Note that ``num_bytes`` were written to the start of ``memory``."""
 
     def end(self, error: Exception | None) -> None:
-        """Note that the call has ended, successfully if ``error`` is None, and that memory is no longer used."""
+        """Note that the call has ended, successfully if ``error`` is None, and that the memory is no longer used."""
 
 
 class Call:

@@ -27,7 +27,7 @@ from lightning_sm.data.settings import Credentials
 
 
 class _AnswerBuffer:
-    """A buffer for an answer of one message."""
+    """A buffer for an answer that consists of one message."""
 
     def __init__(self) -> None:
         self.message: bytearray | None = None
@@ -57,7 +57,7 @@ class _AnswerBuffer:
 
 
 class GrpcChannel:
-    """A channel to a data host, which connects at the first call, and again at the first call after a loss.
+    """A channel to a data host, which connects on the first call, and reconnects on the first call after a loss.
 
     Args:
         address: ``host:port``.
@@ -111,7 +111,7 @@ class GrpcChannel:
         return self.stream_unary(name, [request], timeout_s)
 
     def stream_unary(self, name: str, requests: Iterable[bytes], timeout_s: float) -> bytes:
-        """Make a call with any number of requests and one answer; raises the errors of ``unary``."""
+        """Make a call with any number of requests and one answer; the errors are those of ``unary``."""
         answer = _AnswerBuffer()
         call = self.open(name, answer, requests, timeout_s)
         if not answer.ended.wait(timeout_s):
@@ -151,6 +151,6 @@ def _confirm(credentials: Credentials, nonce: str, headers: Mapping[bytes, bytes
     challenge = headers.get(NONCE_KEY.encode(), b"").decode("latin-1")
     expected = proof(credentials, "data host", nonce, challenge).encode()
     if not hmac.compare_digest(headers.get(PROOF_KEY.encode(), b""), expected):
-        # Not UNAUTHENTICATED: data hosts use it to refuse a trainer's token.
+        # Not UNAUTHENTICATED, with which data hosts refuse a trainer's token.
         raise CallError(CallStatus.PERMISSION_DENIED, unproved(credentials))
     return proof(credentials, "confirmation", nonce, challenge).encode()

@@ -59,7 +59,7 @@ class CallError(Exception):
 
 
 def response_error(headers: Mapping[bytes, bytes]) -> CallError | None:
-    """Return an error if the headers are not a gRPC response (``PROTOCOL-HTTP2.md``, "Responses").
+    """Return an error if the headers are not those of a gRPC response (``PROTOCOL-HTTP2.md``, "Responses").
 
     Args:
         headers: Headers of the response.

@@ -2,7 +2,7 @@
 
 gRPC carries raw bytes, because protobuf is three times slower. Batches travel as frames on one bidirectional stream per
 trainer rank and data host. The trainer sends requests ahead, and the data host answers in the order in which batches
-are finished, in pieces of 2 MiB, which measured fastest and keep messages small.
+are finished, in pieces of 2 MiB, which were the fastest in measurements and keep messages small.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lightning_sm.job.variables import JOB_SECRET
 
 logger = logging.getLogger(__name__)
 
-# A request for a batch has 8 bytes per sample, and all requests for the batches of a window may share a message.
+# A request for a batch has 8 bytes per sample, and all requests for the batches in a window may share a message.
 MAX_REQUESTS_BYTES = 64 << 20
 
-# Each rank holds one thread for its stream, and one more during a short call. Threads are created on demand. Further
-# calls could wait forever for a thread, so they are refused, and the trainer retries.
+# Each rank holds one thread for its stream, and one more during a short call. Threads are created on demand. Calls
+# beyond this limit could wait forever for a thread, so they are refused, and the trainer retries.
 _MAX_THREADS = 2048
 
 # A trainer rank has one stream for batches and a few short calls.
@@ -51,7 +51,7 @@ _MAX_LOGGED = 20
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type information
-    """An interceptor that refuses, unread, calls without a proof of the token or from another version.
+    """An interceptor that refuses calls without a proof of the token, or from another version, without reading them.
 
     A caller without the token learns nothing else, because the default token is derived from the job's name. Other
     callers first receive the server's proof.
@@ -131,7 +131,7 @@ def server_options(max_connections: int = 1024, *, shares_port: bool = False) ->
     """Return the options of a data host's server.
 
     Args:
-        max_connections: How many connections may be open; gRPC closes further ones.
+        max_connections: Maximum number of open connections; gRPC closes further ones.
         shares_port: Whether another socket of this process listens on the same port.
     """
     return [
@@ -146,7 +146,7 @@ def server_options(max_connections: int = 1024, *, shares_port: bool = False) ->
         ("grpc.max_connection_idle_ms", _IDLE_TIMEOUT_MS),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
         ("grpc.max_receive_message_length", MAX_REQUESTS_BYTES),
-        # Limit how much of a request is received before a handler reads it: a stranger's is never read.
+        # Limit how much of a request is received before a handler reads it; a stranger's request is never read.
         ("grpc.http2.lookahead_bytes", 1 << 20),
         ("grpc.so_reuseport", int(shares_port)),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -157,13 +157,13 @@ def server_options(max_connections: int = 1024, *, shares_port: bool = False) ->
 def make_server(
     handlers: Mapping[str, Any], credentials: Credentials, name: str, max_connections: int, *, shares_port: bool
 ) -> Any:
-    """Return a gRPC server that has not started.
+    """Return a gRPC server that has not been started.
 
     Args:
         handlers: The handlers by method name.
         credentials: Job and token.
         name: Name of the host, for messages.
-        max_connections: How many connections may be open.
+        max_connections: Maximum number of open connections.
         shares_port: Whether another socket of this process listens on the same port.
     """
     return grpc.server(

@@ -1,6 +1,6 @@
-"""A trainer's HTTP/2 connection to a data host, which receives messages straight into the memory of their receiver.
+"""A trainer's HTTP/2 connection to a data host, which receives messages straight into their receivers' memory.
 
-h2 implements HTTP/2 (RFC 9113; comments name its sections) for all frames but DATA, which it would copy several times.
+h2 handles all frames of HTTP/2 (RFC 9113, whose sections comments name) except DATA, which it would copy several times.
 ``recv_into`` reads the bodies of DATA frames instead. h2 sees only the first and last DATA frame of each stream,
 without their bodies, to check that the stream is open.
 
@@ -34,16 +34,16 @@ _UPDATE = struct.Struct(">BHBBII")  # 6.9: the same head and the window incremen
 _DATA, _SETTINGS, _WINDOW_UPDATE = 0, 4, 8
 _OF_BLOCKS = (1, 5, 9)  # HEADERS, PUSH_PROMISE, CONTINUATION: no other frame may come between these (6.10)
 _END_STREAM, _END_HEADERS, _PADDED = 0x1, 0x4, 0x8
-# Use the largest frames (4.2), so that each piece needs only one frame header, and the largest windows (6.9.1): the
-# receiver consumes all bytes before it reads more, so TCP already limits the sender.
+# Use the largest frames (4.2), so that each piece needs only one frame header, and the largest windows (6.9.1),
+# because TCP already limits the sender: the receiver consumes all bytes before it reads more.
 _MAX_FRAME_BYTES = (1 << 24) - 1
 _WINDOW_BYTES, _DEFAULT_WINDOW_BYTES = (1 << 31) - 1, (1 << 16) - 1
 _WINDOW_STEP_BYTES = 64 << 20
-# Frames other than DATA are small. h2 keeps up to 64 of one header block (6.10).
+# Frames other than DATA are small. h2 keeps up to 64 frames of one header block (6.10).
 _MAX_OTHER_BYTES = 64 << 10
 # Stop reading while this much is unsent, so that a server that sends without reading cannot fill our memory.
 _MAX_OUTBOX_BYTES = 4 << 20
-# Send a PING (6.7) after this much silence; after as much again, the connection is lost.
+# Send a PING (6.7) after this much silence; after the same time again, the connection is lost.
 _SILENT_S = 10.0
 
 
@@ -94,7 +94,7 @@ class Http2Connection:
     # From any thread
 
     def start(self, call: Call) -> bool:
-        """Start a call as soon as the server allows one more; return False if it needs another connection."""
+        """Start a call as soon as the server allows one more; return False if the call needs another connection."""
         with self._lock:
             if not self.accepts_calls:
                 return False
@@ -220,7 +220,7 @@ class Http2Connection:
             self._handle(self._h2.receive_data(_HEAD.pack(0, 0, _DATA, _END_STREAM, stream_id)))
 
     def _return_window(self, num_bytes: int, stream_id: int) -> None:
-        """Return bytes to the windows of connection and stream (6.9), in large steps."""
+        """Return bytes to the windows of the connection and the stream (6.9), in large steps."""
         for owner, number in ((self, 0), (self._calls.get(stream_id), stream_id)):
             if owner is not None:
                 owner.num_unreturned += num_bytes
@@ -229,12 +229,12 @@ class Http2Connection:
                     owner.num_unreturned = 0
 
     def _wait(self, num_bytes: int) -> None:
-        """Wait for some of ``num_bytes``, sending meanwhile; return at once if other threads submitted functions."""
+        """Wait for some of ``num_bytes`` while sending; return at once if other threads have submitted functions."""
         if self._call_functions():
             return
         self._flush()
         timeout_s = self._heard_at + _SILENT_S - time.monotonic()
-        # After a PING, wait for a single byte: it proves that the connection is not lost.
+        # After a PING, wait for a single byte, which proves that the connection is not lost.
         if self._wire.wait(min(num_bytes, 1) if self._is_pinged else num_bytes, timeout_s):
             self._heard_at, self._is_pinged = time.monotonic(), False
         elif timeout_s <= 0:
@@ -315,7 +315,7 @@ class Http2Connection:
                     raise ConnectionError(f"the server closes the connection, with code {code} of HTTP/2")
 
     def _end(self, call: Call, error: Exception | None, *, is_open: bool = True) -> None:
-        """End a call, and reset its stream if that is open, so that the server frees its resources (5.4.2)."""
+        """End a call, and reset its stream if it is still open, so that the server frees its resources (5.4.2)."""
         if self._calls.pop(call.stream_id, None) is None:
             self._waiting.remove(call)
         elif is_open:

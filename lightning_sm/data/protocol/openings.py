@@ -11,7 +11,7 @@ from lightning_sm.data.protocol.calls import Request
 from lightning_sm.data.protocol.codec import AnyInt, Name, Natural, NumPlaces
 from lightning_sm.data.protocol.failures import Failure
 
-# Limit per rank, for its loaders and the workers of its streams.
+# Maximum number per rank, for its loaders and the workers of its streams.
 _MAX_OPENINGS = 1 << 14
 
 
@@ -42,7 +42,7 @@ class Opening(Struct, frozen=True):
         stream: The worker, if the source is an iterable dataset. None if the dataset is indexed, so that any worker can
             build any batch.
         is_call: Whether the source is a hook call, which needs no workers.
-        is_alone: Whether one data host opens the source for all.
+        is_alone: Whether a single data host opens the source on behalf of all.
         is_spawned: Whether workers are spawned, in which case each unpickles the source.
     """
 
@@ -59,7 +59,7 @@ class CallResult(Struct, frozen=True, tag=True):
 
     Attributes:
         pickled: The result for the trainers, pickled.
-        fields: Texts by name, which are equal on data hosts with the same data.
+        fields: Texts, by name, that are equal on data hosts with the same data.
     """
 
     pickled: bytes
@@ -88,8 +88,8 @@ class OpeningsReply(Struct, frozen=True):
     Attributes:
         open: Names of the openings that have workers.
         missing: Digests of the sources that the host needs first.
-        problems: Why there are no workers, by name of the opening.
-        results: The result of one call that the rank lacks, by name: a message has room for only one.
+        problems: The reasons why openings have no workers, by name of the opening.
+        results: One of the results that the rank lacks, by name of the call; a message has room for only one.
     """
 
     open: list[str]

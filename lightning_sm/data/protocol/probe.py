@@ -1,4 +1,4 @@
-"""A probe of the data host, for a trainer whose first connection failed: is TLS on, and is the trainer refused?
+"""A probe that finds out, after a trainer's first connection failed, whether TLS is on or the trainer is refused.
 
 A host that requires TLS and a host that is shutting down both just close the connection. The probe connects once more,
 and reports only what it observes.
@@ -16,7 +16,7 @@ from lightning_sm.data.settings import Credentials
 REFUSED = b"lightning_sm: this address is not trusted\n"
 
 _TIMEOUT_S = 2.0
-# A host without TLS sends first. If it sends nothing for this long, it may be waiting for a TLS handshake.
+# A host without TLS sends first. A host that sends nothing for this long may be waiting for a TLS handshake.
 _SILENCE_S = 1.0
 # HTTP/2 begins with a SETTINGS frame: 3 bytes of length, type 4, flags, stream 0.
 _FRAME_HEAD_BYTES = 9
@@ -68,7 +68,7 @@ def _diagnose_plain(first: bytes, own_address: str, credentials: Credentials) ->
 
 
 def _first_bytes(address: str) -> tuple[bytes, str]:
-    """Return the host's first bytes and this machine's address; both empty if the host waits, as for a TLS handshake.
+    """Return the host's first bytes and this machine's address; both are empty if the host waits, as it does for TLS.
 
     Raises:
         OSError: The host cannot be reached, or closes the connection without sending anything.

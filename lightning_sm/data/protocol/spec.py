@@ -7,8 +7,8 @@ import hashlib
 from lightning_sm._structs import Struct
 from lightning_sm.data.protocol.codec import Natural
 
-# Batches are sent in pieces of this size, the fastest of 0.5 to 4 MiB (benchmarks/wire.py): smaller pieces cost more
-# thread switches, and larger ones do not fit into the caches.
+# Batches are sent in pieces of this size, the fastest between 0.5 and 4 MiB (benchmarks/wire.py): smaller pieces cost
+# more thread switches, and larger ones do not fit into the caches.
 CHUNK_BYTES = 2 << 20
 
 # Maximum number of batches per request. A longer request could grow a hundredfold in memory.

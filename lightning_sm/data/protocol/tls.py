@@ -26,7 +26,7 @@ class TlsFiles:
     """Contents of the TLS files, in PEM.
 
     Attributes:
-        certificate: Presented by data hosts and, with an authority, by trainers.
+        certificate: Certificate that data hosts present, as do trainers if there is an authority.
         key: Private key of the certificate.
         authority: Certificate that signed the other end's certificate. If None, trainers trust ``certificate`` itself,
             and data hosts require no certificate from trainers.
@@ -41,7 +41,8 @@ def read_tls(credentials: Credentials) -> TlsFiles | None:
     """Read the TLS files; return None if TLS is off.
 
     Raises:
-        DataSettingsError: A file cannot be read or is not a PEM file of its kind, or key and certificate do not match.
+        DataSettingsError: A file cannot be read or is not a PEM file of its kind, or the key and the
+            certificate do not match.
     """
     certificate = credentials.tls_certificate
     key = credentials.tls_key
@@ -85,14 +86,14 @@ def client_context(credentials: Credentials) -> ssl.SSLContext | None:
 
 
 def certificate_hint(error: BaseException | None) -> str:
-    """Return why a connection that failed with this error can never succeed, or "" if a retry may."""
+    """Return why a connection that failed with this error can never succeed, or "" if a retry may succeed."""
     if not isinstance(error, ssl.SSLCertVerificationError):
         return ""
     return f": {_OTHER_NAME if error.verify_code in _OTHER_NAME_CODES else _NOT_SIGNED}."
 
 
 def settings_text(credentials: Credentials) -> str:
-    """Return the TLS settings that are set, for messages."""
+    """Describe which TLS settings are set, for messages."""
     if credentials.tls_certificate is None:
         return "no data_service.tls_certificate"
     authority = credentials.tls_authority

@@ -1,4 +1,4 @@
-"""A socket, with or without TLS, for one thread that receives into others' memory and sends when there is room."""
+"""A socket, with or without TLS, for one thread that receives into given memory and sends when there is room."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 # Reads shorter than this go through a read-ahead buffer of this size; longer ones go straight to their target.
 _READ_AHEAD_BYTES = 4 << 10
-# Sleep until this much has arrived, or all that is missing: a wake-up costs as much as reading 30 KB. Not with TLS:
-# OpenSSL may already hold a part of the missing bytes, and the thread would wait for more than the socket gets.
+# Sleep until this much, or all that is missing, has arrived: a wake-up costs as much as reading 30 KB. But with TLS,
+# wake up at the first byte: OpenSSL may already hold a part of the missing bytes, and the thread would wait for more
+# than the socket gets.
 _WAKEUP_BYTES = 256 << 10
 _SEND_BYTES = 256 << 10
 _CONNECT_TIMEOUT_S = 10.0
@@ -45,7 +46,7 @@ class Wire:
         self._socket: socket.socket
 
     def connect(self) -> None:
-        """Connect.
+        """Connect to the server.
 
         Raises:
             OSError: The server cannot be reached, or its certificate is not valid.
@@ -95,7 +96,7 @@ class Wire:
         return received
 
     def _read(self, target: memoryview) -> int:
-        """Read everything that has arrived; TLS returns it in records of 16 KiB."""
+        """Read everything that has arrived, which TLS returns in records of 16 KiB."""
         total = 0
         try:
             while total < len(target):
@@ -145,7 +146,7 @@ class Wire:
         """Wait until many or all of ``num_bytes`` have arrived, there is room to send, or ``wake`` is called.
 
         Args:
-            num_bytes: Number of missing bytes; 0 to not wait for any.
+            num_bytes: Number of missing bytes; 0 to wait for none.
             timeout_s: Maximum wait in seconds.
 
         Returns:

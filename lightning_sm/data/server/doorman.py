@@ -1,9 +1,9 @@
-"""The doorman of a data host's port, which receives the connections of strangers in place of gRPC.
+"""The doorman on a data host's port, which receives connections from strangers in place of gRPC.
 
-gRPC for Python cannot refuse a connection, so any client could make its parser and its threads grow. Two sockets listen
+gRPC for Python cannot refuse a connection, so any client could make gRPC's parser and threads grow. Two sockets listen
 on the port (``SO_REUSEPORT``): the doorman's and gRPC's. For each new connection, a kernel filter reads the source
 address, and passes the connection to gRPC only if the data host trusts the address. Data takes no detour. The doorman
-tells a stranger that it is refused, logs its address, and closes the connection.
+tells strangers that they are refused, logs their addresses, and closes their connections.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _SOURCE = {4: 12, 6: 8}  # offset of the source address, by IP version
 _WORD = 0xFFFFFFFF
 
 EVERYONE: list[Network] = [ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0")]
-# The kernel limits a filter to 4096 instructions, and its memory.
+# The kernel limits a filter's length, to 4096 instructions, and its memory.
 _TOO_LONG = (errno.EINVAL, errno.ENOMEM)
 
-# The filter returns the index of a socket, in the order in which the port's sockets began to listen.
+# The filter returns the index of a socket. Indices follow the order in which the port's sockets began to listen.
 _DOORMAN, _GRPC = 0, 1
 
-# Keep the queue short: in a flood of strangers, the kernel then drops the rest.
+# Keep the queue short, so that the kernel drops the rest of a flood of strangers.
 _BACKLOG = 16
 _PACE_S = 0.01
 _MAX_LOGGED = 20
-# While names do not resolve, look them up again even if nobody connects.
+# While some names do not resolve, look them up this often, even if nobody connects.
 _LOOKUP_PERIOD_S = 5.0
 
 
@@ -52,11 +52,11 @@ class FilterError(Exception):
 
 
 class Doorman:
-    """The second listener of a port; gRPC must listen there next, with ``SO_REUSEPORT``.
+    """An additional listener on gRPC's port. gRPC must start listening there next, with ``SO_REUSEPORT``.
 
     Args:
         host: Numeric address or name to listen on.
-        port: Port; 0 for any free one.
+        port: Port; 0 for any free port.
         peers: The trusted machines.
 
     Attributes:
@@ -84,7 +84,7 @@ class Doorman:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening. Stop gRPC first: otherwise it would receive the connections of strangers."""
+        """Stop listening. Stop gRPC first: otherwise, gRPC would receive connections from strangers."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -102,7 +102,7 @@ class Doorman:
                 self._peers.refresh()
                 continue
             except OSError as error:
-                # No descriptors are left, or the caller has gone. The socket may stay readable, so pause, not spin.
+                # No descriptors are left, or the caller is gone. The socket may stay readable: pausing avoids spinning.
                 logger.debug("The doorman cannot accept a connection: %s", error)
             else:
                 with connection:
@@ -110,11 +110,11 @@ class Doorman:
             self._closed.wait(_PACE_S)
 
     def _turn_away(self, connection: socket.socket, caller: str) -> None:
-        """Close a connection. If a new lookup trusts its address, the caller's next connection goes to gRPC."""
+        """Refuse a caller, unless a new lookup finds the address; then, the caller's next connection goes to gRPC."""
         address = caller.removeprefix("::ffff:")
         if self._peers.admits(address):
             return
-        # While names are unresolved, send no refusal, which is final: the trainer then retries.
+        # A refusal is final, so send none while names are unresolved: the trainer then retries.
         if not self._peers.unresolved:
             with contextlib.suppress(OSError):
                 connection.settimeout(0)
@@ -143,7 +143,7 @@ class Doorman:
 
 
 def program(networks: Sequence[Network]) -> list[tuple[int, int, int, int]]:
-    """Return the filter in classic BPF instructions; it returns the index of the socket for a connection.
+    """Return the filter that chooses the socket for a connection, as classic BPF instructions.
 
     Args:
         networks: The trusted source addresses.
@@ -186,8 +186,8 @@ def _attach(sock: socket.socket, code: Sequence[tuple[int, int, int, int]]) -> N
 def _like_grpc(host: str, port: int) -> socket.socket:
     """Return a bound socket of the kind that gRPC makes: a dual-stack socket where the system has IPv6.
 
-    Only sockets of the same kind can share a port. This one sets SO_REUSEPORT after binding, so that a port in use is
-    an error.
+    Only sockets of the same kind can share a port. ``SO_REUSEPORT`` is set only after binding, so that a port in use
+    is an error.
     """
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, *_, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
@@ -216,7 +216,7 @@ def _numeric(sock: socket.socket) -> str:
 
 
 def _has_ipv6() -> bool:
-    """Return whether gRPC uses IPv6, which it does if it can bind the loopback address."""
+    """Return whether gRPC uses IPv6, which it does if the IPv6 loopback address can be bound."""
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
             probe.bind(("::1", 0))

@@ -6,7 +6,7 @@ from lightning_sm._text import listed
 from lightning_sm.data.ipc.host_messages import Finished
 from lightning_sm.errors import DataHostMismatchError
 
-# Without leases, a killed trainer would keep others out forever.
+# If ``lease_s`` is None, a trainer that is silent for this long no longer keeps others out: it may have been killed.
 _SILENT_S = 60.0
 _MAX_NAMES = 4
 
@@ -115,7 +115,7 @@ class Leases:
 
 
 def _check_newcomer(client: str, world_size: int, others: dict[str, int]) -> None:
-    """Check that a trainer can belong to the same run as the connected ones, given with their world sizes."""
+    """Check that a trainer can belong to the same run as ``others``, the connected trainers and their world sizes."""
     if not others or (world_size in others.values() and len(others) < world_size):
         return
     connected = listed([f"{other} (world size {size})" for other, size in sorted(others.items())], _MAX_NAMES)

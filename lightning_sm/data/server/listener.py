@@ -15,7 +15,7 @@ from lightning_sm.data.settings import HostSettings
 
 logger = logging.getLogger(__name__)
 
-# Each worker needs descriptors for a connection and a ring, per opening.
+# For each opening, each worker needs descriptors for a connection and a ring.
 _RESERVED_DESCRIPTORS = 1024
 
 
@@ -24,7 +24,7 @@ class Listener:
 
     Args:
         handlers: The handlers by method name.
-        settings: Address, credentials, trusted machines.
+        settings: Address, credentials and trusted machines.
         peers: The trusted machines.
 
     Attributes:
@@ -53,14 +53,14 @@ class Listener:
 
     def stop(self, timeout_s: float) -> None:
         """Give calls at most ``timeout_s`` to finish, and stop listening."""
-        # None, not 0: for any number gRPC starts a thread, which may outlast this call.
+        # Replace 0 with None: for any number, gRPC starts a thread, which may outlast this call.
         self._server.stop(timeout_s or None).wait()
         if self._doorman is not None:
             self._doorman.close()
 
 
 def _doorman(address: str, peers: TrustedPeers) -> Doorman | None:
-    """Return the doorman of an address, or None if the kernel does not support its filter.
+    """Return the doorman for an address, or None if the kernel does not support the doorman's filter.
 
     Raises:
         DataSettingsError: The doorman cannot listen on the address.
@@ -80,12 +80,12 @@ def _doorman(address: str, peers: TrustedPeers) -> Doorman | None:
 
 
 def _raise_descriptor_limit() -> int:
-    """Raise the limit of open descriptors to the hard limit, and return it."""
+    """Raise the limit on open descriptors to the hard limit, and return the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
 def _max_connections(num_descriptors: int) -> int:
-    """Return how many connections may be open, which leaves descriptors for the workers."""
+    """Return how many connections may be open, so that enough descriptors are left for the workers."""
     return num_descriptors - min(num_descriptors // 2, _RESERVED_DESCRIPTORS)

@@ -13,11 +13,11 @@ from lightning_sm.data.protocol.openings import CallResult, Opening, OpeningsRep
 
 
 class Openings:
-    """The openings of all ranks; the main process starts their workers, and openings that no rank wants are closed.
+    """The openings of all ranks. The main process starts their workers, and openings that no rank wants are closed.
 
     Args:
         send: Sends a message to the main process.
-        has_source: Returns whether the main process has the source with a digest.
+        has_source: Returns whether the main process has the source with this digest.
         changed: Called when ``live`` has changed.
     """
 
@@ -89,7 +89,7 @@ class Openings:
         self._close_unwanted()  # the rank may have exited meanwhile
 
     def keep(self, clients: Collection[str]) -> None:
-        """Forget all other ranks: they have finished, or their leases have expired."""
+        """Forget all ranks except ``clients``: the others have finished, or their leases have expired."""
         with self._condition:
             gone = self._wanted.keys() - clients
             for client in gone:

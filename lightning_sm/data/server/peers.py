@@ -1,4 +1,4 @@
-"""The addresses that a data host trusts: its machine's, the job's hosts', and those in the user's settings."""
+"""The addresses that a data host trusts: those of its machine, of the job's hosts, and in the user's settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_sm.data.settings import HostSettings
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# However many strangers connect, lookups are at least this far apart and take at most this share of the time.
+# However many strangers connect, lookups are at least this many seconds apart and take at most this share of the time.
 _LEAST_PERIOD_S = 1.0
 _SHARE_OF_TIME = 0.05
 # Look up names concurrently: an unknown name may take the resolver 10 s.
@@ -31,7 +31,7 @@ class TrustedPeers:
     replacement host has another address.
 
     Args:
-        settings: Names, addresses and networks that the data host trusts, and its name and credentials.
+        settings: Names, addresses and networks that the data host trusts, and the host's name and credentials.
     """
 
     def __init__(self, settings: HostSettings) -> None:
@@ -100,7 +100,7 @@ class TrustedPeers:
 
 
 def _address(text: str) -> Address:
-    """Parse an address; a dual-stack socket reports an IPv4 client with an IPv4-mapped IPv6 address."""
+    """Parse an address. The IPv4-mapped IPv6 addresses that dual-stack sockets report for IPv4 clients become IPv4."""
     address = ipaddress.ip_address(text.partition("%")[0])
     return getattr(address, "ipv4_mapped", None) or address
 

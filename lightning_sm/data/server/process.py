@@ -35,13 +35,14 @@ logger = logging.getLogger(__name__)
 
 _Parsed = TypeVar("_Parsed")
 
-# A call that waits for the user's setup() answers after this time that nothing is open, so that the trainer can log it.
+# A call that waits for the user's setup() answers after this time that nothing is open yet, so that the trainer can log
+# the wait.
 _CALL_TIMEOUT_S = 5.0
 
-# The main process keeps this many sources that no rank wants now, in case a rank wants them again.
+# The main process keeps this many unwanted sources, in case a rank wants them again.
 _NUM_SPARE = 3
 
-# Maximum time in which trainers are notified that this host exits.
+# Maximum time for notifying trainers that this host exits.
 _STOP_TIMEOUT_S = 1.0
 
 
@@ -50,8 +51,8 @@ class ServerProcess:
 
     Args:
         main: Connection to the main process of the data host.
-        settings: Address, limits, credentials.
-        snapshots: Digests of the sources that the main process has, newest last.
+        settings: Address, limits and credentials.
+        snapshots: Digests of the sources that the main process has, the newest last.
     """
 
     def __init__(self, main: MessageSocket, settings: HostSettings, snapshots: list[str]) -> None:
@@ -117,7 +118,7 @@ class ServerProcess:
                 with self._leasing:
                     self._leases.expect_no_more()
             case host_messages.StartedWorkers():
-                self._keep_workers()  # first: then ranks learn that the opening is open, and send requests
+                self._keep_workers()  # before ``take`` tells ranks that the opening is open: they then send requests
                 self._openings.take(message)
 
     def _keep_workers(self) -> None:
@@ -185,7 +186,7 @@ class ServerProcess:
                     self._figures[beat.client] = beat.figures
                 figures = dict(self._figures) if beat.wants_figures else {}
         except DataHostMismatchError as error:
-            # Not a final status, so the trainer retries: the other ranks may have finished by then.
+            # This status is not final, so the trainer retries: the other ranks may finish in the meantime.
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         return self._report(figures).encode()
 
@@ -222,7 +223,7 @@ def _parse(parse: Callable[[bytes], _Parsed], request: bytes, context: Any) -> _
 
 
 def main() -> None:
-    """Run the server process; the argument is the descriptor of the connection to the main process."""
+    """Run the server process. Its argument is the descriptor of the connection to the main process."""
     # A suspended process would not notice that its parent closed the connection.
     kill_with_parent()
     main_process = connection_to_parent()

@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 # Truncate messages and tracebacks, which may contain a dataset's repr. Keep a traceback's end, which has the error.
 _MAX_TEXT = 1 << 20
 
-# Answers that are ready at the same time share a message up to this size: a message costs more than a small batch.
+# Answers that are ready at the same time share a message of up to this size: a message costs more than a small batch.
 _MAX_SHARED_MESSAGE_BYTES = 256 << 10
 
-# Starts to answer an encoded ``FetchSpec``, and returns a function that cancels it. Clients (the first argument) take
-# turns. Raises WireError if the request is malformed.
+# Starts to answer a request (an encoded ``FetchSpec``), and returns a function that cancels the request. Clients (the
+# first argument) take turns. Raises WireError if the request is malformed.
 Start: TypeAlias = Callable[[object, bytes, Callable[[Answer], None]], Callable[[], None]]
 
 
@@ -70,7 +70,7 @@ def _read(requests: Iterator[bytes], stream: _RankStream) -> None:
         logger.warning("A trainer violated the protocol: %s", error)
     except grpc.RpcError:
         logger.debug("A trainer closed its stream.")
-    except Exception:  # grpc raises a bare Exception when the call was cancelled
+    except Exception:  # grpc raises a bare Exception if the call was cancelled
         logger.debug("Lost connection to a trainer.", exc_info=True)
     stream.close()
 

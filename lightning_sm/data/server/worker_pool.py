@@ -1,4 +1,4 @@
-"""The pool of a data host's workers in its server process, which gives tasks to idle workers. No gRPC."""
+"""The worker pool in a data host's server process: gives tasks to idle workers, without using gRPC."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.spec import StreamEnd
 
-# A worker is considered hung if a cancelled task takes longer than this, and than this many times the longest task.
+# A worker is considered hung if a cancelled task takes longer than this time, and longer than this multiple of the
+# longest task.
 _CANCEL_GRACE_S = 30.0
 _GRACE_FACTOR = 5.0
 
@@ -56,10 +57,10 @@ class Task:
 
     Attributes:
         client: The sender; clients share the workers fairly.
-        opening: Name of the opening; each has separate workers.
+        opening: Name of the opening; each opening has its own workers.
         encoded_spec: The ``FetchSpec``, encoded.
         answer: Called once with the outcome, from any thread; must not block.
-        is_stream: Whether the batches come from a stream, which its worker can only read in order.
+        is_stream: Whether the batches come from a stream, which a worker can only read in order.
     """
 
     client: object
@@ -74,7 +75,7 @@ class Task:
 class _WorkerState(Enum):
     STARTING = auto()
     READY = auto()
-    RETIRED = auto()  # no longer needed: finishes its task and gets no other
+    RETIRED = auto()  # no longer needed: finishes its task, and gets no other task
 
 
 class _Worker:
@@ -103,14 +104,14 @@ class _Worker:
 
 @dataclass
 class _Work:
-    """The load of the workers while trainers have more to request.
+    """The load on the workers while trainers have more to request.
 
     Time counts while requests wait for a worker, or if the next request arrives before the previous ones are done. The
-    time in which only the last batches are built, and no request follows, does not count.
+    time in which the last batches are built, and no request follows, does not count.
 
     Attributes:
-        busy_s: Seconds, summed over all workers, that they worked.
-        capacity_s: Seconds, summed over all workers, that they could have worked.
+        busy_s: Seconds that workers worked, summed over all workers.
+        capacity_s: Seconds that workers could have worked, summed over all workers.
     """
 
     busy_s: float = 0.0
@@ -139,7 +140,7 @@ class _Work:
 
 
 class WorkerPool:
-    """A pool that gives tasks to idle workers, with clients in turn.
+    """A pool that gives tasks to idle workers, and serves clients in turn.
 
     Args:
         kill: Called with the id of a worker that hangs on a cancelled task.
@@ -164,7 +165,7 @@ class WorkerPool:
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Queue a task, or fail it if its opening is closed, since no worker would ever take it."""
+        """Queue a task. If its opening is closed, fail the task, since no worker would ever take it."""
         with self._lock:
             is_gone = self._live is not None and task.opening not in self._live
             if not is_gone:
@@ -199,7 +200,7 @@ class WorkerPool:
             self._wake()
 
     def keep(self, live: Collection[str]) -> None:
-        """Retire the workers whose openings are closed, and fail the tasks that wait for them.
+        """Retire the workers whose openings are closed, and fail the tasks that wait for those workers.
 
         Args:
             live: Names of the openings that are wanted.
@@ -229,7 +230,7 @@ class WorkerPool:
                 return
             task = worker.task
             if worker.state is _WorkerState.STARTING:
-                # Fail a task, or a worker that cannot start would be replaced forever, unnoticed by any trainer.
+                # Fail a task: otherwise, a worker that cannot start would be replaced forever, unnoticed by trainers.
                 task = self._next_task([worker])
             error = "WorkerNotStarted" if worker.state is _WorkerState.STARTING else "WorkerLost"
             worker.task = None
@@ -243,7 +244,7 @@ class WorkerPool:
             other.answer(Failure("StreamMoved", f"worker {worker.number}, which had the stream open, {why}"))
 
     def report(self, name: str) -> HostReport:
-        """Return the report of the data host with this name about its workers."""
+        """Return a report about the workers, with ``name`` as the name of the data host."""
         with self._lock:
             num_busy, num_workers = self._load()
             return HostReport(
@@ -274,19 +275,19 @@ class WorkerPool:
     def _measure(self) -> float:
         """Count the time since the last change, and return the current time for tasks that start or finish now.
 
-        Call it with the lock held, before workers start or finish a task.
+        Call this with the lock held, before workers start or finish a task.
         """
         now = time.perf_counter()
         self._work.advance(now, *self._load(), has_waiting=any(self._queues.values()))
         return now
 
     def _load(self) -> tuple[int, int]:
-        """Return how many workers are busy, and how many can be at once: one per worker number across openings."""
+        """Return how many workers are busy, and how many can be busy at once: one per number, across openings."""
         available = [worker for worker in self._workers.values() if worker.is_available]
         return sum(worker.task is not None for worker in available), len({worker.number for worker in available})
 
     def _dispatch(self) -> None:
-        """Give tasks to idle workers. Call it with the lock held, after every change of queues, workers or slots."""
+        """Give tasks to idle workers. Call this with the lock held, after every change to queues, workers or slots."""
         now = self._measure()
         available = [worker for worker in self._workers.values() if worker.is_available]
         busy = {worker.number for worker in available if worker.task is not None}
@@ -304,7 +305,7 @@ class WorkerPool:
                 worker.socket.send(Build(worker.free_slots.pop(), task.encoded_spec))
 
     def _next_task(self, workers: list[_Worker]) -> Task | None:
-        """Remove and return the next task for one of these workers: clients in turn, each client's tasks in order."""
+        """Remove and return the next task for one of these workers. Clients take turns; their tasks stay in order."""
         for client, queue in list(self._queues.items()):
             for task in queue:
                 if any(worker.opening == task.opening for worker in workers):
@@ -317,8 +318,9 @@ class WorkerPool:
     def _take_tasks_of_stream(self, worker: _Worker) -> list[Task]:
         """Remove and return the tasks that wait for a lost stream worker.
 
-        Trainers request them again after the task that was lost with the worker. If they stayed queued, the new worker
-        might get them first: it would read the stream up to a later batch, then from the start again for the lost one.
+        Trainers request these tasks again, after the one that was lost with the worker. If they stayed queued, the new
+        worker might get them first: it would read the stream up to a later batch, then again from the start for the
+        lost batch.
         """
         taken: list[Task] = []
         for queue in self._queues.values():
@@ -328,7 +330,7 @@ class WorkerPool:
                     taken.append(task)
         return taken
 
-    # The thread of the pool
+    # The pool's thread
 
     def _run(self) -> None:
         while not self._is_closed:
@@ -351,7 +353,7 @@ class WorkerPool:
             except OSError:
                 messages = []
             if not messages and worker.socket.is_at_end:
-                # The worker is exiting. The main process, its parent, will report how.
+                # The worker is exiting. The main process, its parent, will report how it exited.
                 self._disconnect(worker)
                 return
             answers = [self._process(worker, message) for message in messages]
@@ -361,7 +363,7 @@ class WorkerPool:
             answer()
 
     def _process(self, worker: _Worker, message: Message) -> Callable[[], None]:
-        """Update a worker's state, and return a function that answers its task; call that without the lock."""
+        """Update a worker's state, and return a function that answers its task, to be called without the lock."""
         if isinstance(message, Ready):
             worker.state = _WorkerState.READY
             return lambda: None

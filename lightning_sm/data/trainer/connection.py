@@ -48,7 +48,7 @@ class ServiceConnection:
 
     Args:
         addresses: Addresses of the data hosts, ``host:port``.
-        settings: Window, timeouts, credentials.
+        settings: Window, timeouts and credentials.
         job: Name of the job.
         is_of_job: Whether the data hosts belong to the same SageMaker job. They then run the same script, and the
             connection stays open until the process exits, because a script may run several Trainers.
@@ -196,7 +196,7 @@ class ServiceConnection:
         return self._host_channels
 
     def _ask_for_channels(self, *, is_quiet: bool) -> tuple[str, ...]:
-        """Ask the data hosts in turn for their channels, until one answers, having run the script."""
+        """Ask the data hosts in turn for their channels, until one that has run the script answers."""
         credentials, timeout_s = Credentials.of(self.settings, self.job), self.settings.startup_timeout_s
         deadline = time.monotonic() + timeout_s
         report_at = time.monotonic() + _REPORT_PERIOD_S
@@ -255,7 +255,7 @@ class ServiceConnection:
             self._feeder = None
 
     def default_window(self) -> int:
-        """Return the default window for the data hosts' number of workers, as far as it is known."""
+        """Return the default window for the data hosts' number of workers, estimated while not all are known."""
         known = [host.workers for host in self.feeder.snapshot().hosts if host.workers]
         workers = sum(known) * len(self.addresses) // max(1, len(known))
         return default_window(workers, self._num_ranks)

@@ -19,11 +19,11 @@ from lightning_sm.data.trainer.same_name import named_as
 
 
 class RemoteDataModule(UnlistedDataModule):
-    """The user's DataModule, with loaders whose workers are on data hosts; the result is the same object.
+    """The user's DataModule itself, with loaders whose workers are on data hosts.
 
     A data host is like a ``DataLoader`` worker on another machine: everything but ``dataset[i]``, ``collate_fn`` and
-    ``worker_init_fn`` runs in the training process, unless ``settings.hooks`` says otherwise. Without data hosts, such
-    as off SageMaker, the DataModule is returned unchanged.
+    ``worker_init_fn`` runs in the training process, unless ``settings.hooks`` says otherwise. Without data hosts, for
+    example off SageMaker, the DataModule is returned unchanged.
 
     Example::
 
@@ -33,7 +33,7 @@ class RemoteDataModule(UnlistedDataModule):
     Args:
         datamodule: The user's DataModule.
         addresses: Addresses of the data hosts, ``host:port``. Defaults to the data hosts of the job.
-        settings: Window, timeouts, credentials.
+        settings: Window, timeouts and credentials.
         job: Name of the job; the data hosts must use the same name.
 
     Raises:

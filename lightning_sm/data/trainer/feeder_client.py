@@ -1,4 +1,4 @@
-"""The training process's client of the feeder, which starts the feeder process and exchanges messages. No gRPC."""
+"""The feeder's client in the training process, which starts the feeder and exchanges messages with it. No gRPC."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # Interval of log lines during a long wait.
 _REPORT_PERIOD_S = 30.0
 _EXIT_TIMEOUT_S = 10.0
-# Interval at which slots that GPUs have read are released while training waits for a batch.
+# Interval for releasing the slots that GPUs have read, while training waits for a batch.
 _SLOT_POLL_S = 0.002
 
 
@@ -51,7 +51,7 @@ class FeederClient:
         os.close(releases)
         self._pid = os.getpid()
         self._is_quiet = settings.is_quiet
-        # Serialises threads that read loaders. Finalizers must not acquire it: they may interrupt its holder.
+        # Serialises threads that read loaders. Finalizers must not acquire it, because they may interrupt its holder.
         self._lock = threading.RLock()
         self._inboxes: dict[int, deque[_OfPass]] = {}
         self._error: kinds.Failed | None = None
@@ -69,7 +69,7 @@ class FeederClient:
         Args:
             opening: The opening of the source.
             pickled: The source.
-            owner: The object that needs the source, which is closed when the object is gone.
+            owner: The object that needs the source; when the object is gone, the source is closed.
         """
         with self._lock:
             self._close_sources()
@@ -89,7 +89,7 @@ class FeederClient:
         return close
 
     def wait_for_source(self, opening: Opening, what: str, timeout_s: float) -> bytes:
-        """Wait until a data host has opened a source, and return its result if it is a hook call.
+        """Wait until a data host has opened a source, and return the result if the source is a hook call.
 
         Args:
             opening: The opening of the source.
@@ -126,7 +126,7 @@ class FeederClient:
         """Start an iterator, and return its number.
 
         Args:
-            make: Returns the message for the number.
+            make: Returns the message to the feeder, given the number.
         """
         with self._lock:
             self._close_sources()
@@ -140,7 +140,7 @@ class FeederClient:
 
         Args:
             pass_id: Number of the iterator.
-            indices: The pickled indices of each of the next batches.
+            indices: The pickled indices for each of the next batches.
             is_end: Whether the sampler is exhausted.
         """
         self._send(kinds.SupplyIndices(pass_id, indices, is_end))
@@ -186,7 +186,7 @@ class FeederClient:
         raise errors.DataHostUnreachableError(f"All data hosts are unreachable, and no batch arrived {end}")
 
     def take(self, pass_id: int, step: int) -> None:
-        """Notify the feeder that all steps of a pass below ``step`` have been taken."""
+        """Notify the feeder that all steps below ``step`` in a pass have been taken."""
         self._release(Released.STEP, pass_id, step)
 
     def release(self, ring: int, slot: int) -> None:
@@ -254,8 +254,8 @@ class FeederClient:
             self._raise_ended()
 
     def _release(self, kind: Released, number: int, value: int) -> None:
-        """Write to the release pipe, without the lock: a finalizer may interrupt the thread that holds it."""
-        # Ignore forked children: they inherit the arrays, but the training process may still use those they drop.
+        """Write to the release pipe without the lock, because a finalizer may interrupt the thread that holds it."""
+        # Ignore forked children, which inherit the arrays: the training process may still use those that they drop.
         if self._releases < 0 or os.getpid() != self._pid:
             return
         try:
@@ -275,8 +275,8 @@ class FeederClient:
     ) -> bool:
         """Receive messages until a condition holds, and return whether it held in time. Log the cause of a long wait.
 
-        All ranks wait for the same loaders, so only the first rank of a host logs that (INFO). Each rank waits for
-        different batches.
+        All ranks wait for the same loaders, so only the first rank of a host logs such a wait (INFO). Each rank waits
+        for different batches, so each rank logs its own waits.
 
         Raises:
             DataServiceError: The feeder reported an error for this pass or for all passes.
@@ -330,7 +330,7 @@ class FeederClient:
             self.release(message.ring, message.slot)
 
     def _raise_error(self, pass_id: int | None) -> None:
-        """Raise the error of all passes, or the error that comes next in a pass, if any."""
+        """Raise the error for all passes, or the error that comes next in a pass, if any."""
         error = self._error or next(iter(self._inboxes.get(pass_id or 0, ())), None)
         if isinstance(error, kinds.Failed):
             raise error.exception()

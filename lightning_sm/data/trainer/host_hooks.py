@@ -30,8 +30,8 @@ from lightning_sm.data.trainer.same_name import named_as
 
 _STAGES = ("train", "val", "test", "predict")
 
-# Number of calls per hook that stay open, so that data hosts that join late or again run them. The last but one is
-# included because iterators may still read its loaders.
+# Number of calls per hook that stay open, so that data hosts that join late or rejoin run them. The call before the
+# last is included, because iterators may still read its loaders.
 _NUM_KEPT = 2
 
 # Attributes that this module and ``RemoteDataModule`` add to the user's DataModule.
@@ -68,15 +68,15 @@ def loader_hooks(own: type[LightningDataModule], make: Callable[[str], Any]) -> 
 
     Args:
         own: The user's class.
-        make: Returns the replacement for a hook's name.
+        make: Returns the replacement for the hook of a given name.
     """
     names = [f"{stage}_dataloader" for stage in _STAGES]
-    # A script sets a hook to None to turn it off.
+    # A script can turn a hook off by setting it to None.
     return {name: make(name) for name in names if getattr(own, name) not in (None, getattr(LightningDataModule, name))}
 
 
 def users_class(cls: type) -> type:
-    """Return the user's class if ``cls`` stands in for it, else ``cls``."""
+    """Return the user's class if ``cls`` stands in for one, else ``cls``."""
     return cls._own_class if issubclass(cls, _HasHooksOnDataHosts) else cls
 
 
@@ -87,7 +87,7 @@ class _HasHooksOnDataHosts(UnlistedDataModule):
     _host_hooks: _HostHooks
 
     def prepare_data(self) -> None:
-        """Do nothing: ``setup``, which all ranks call, runs it."""
+        """Do nothing: ``setup``, which all ranks call, has the data hosts run this hook."""
 
     def setup(self, stage: str) -> None:
         """Have the data hosts run ``prepare_data`` and ``setup``."""
@@ -116,7 +116,7 @@ class _HasHooksOnDataHosts(UnlistedDataModule):
         raise AttributeError(f"{self._own_class.__name__!r} object has no attribute {name!r}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the user's DataModule, for data hosts, or together with the connection, for a new process."""
+        """Pickle the user's DataModule: alone for data hosts, or with the connection for a new process."""
         reduced: Any = super().__reduce_ex__(protocol)
         function, arguments, *rest = reduced
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle's default, which needs this class
@@ -137,7 +137,7 @@ def _rebuild(connection: ServiceConnection, function: Callable[..., Any], argume
 
 @dataclass
 class _OpenCall:
-    """An open hook call, which data hosts that join late or again also run.
+    """An open hook call, which data hosts that join late or rejoin also run.
 
     Attributes:
         hook: Name of the hook.
@@ -145,7 +145,7 @@ class _OpenCall:
         opening: The opening of the call.
         pickled: The call.
         close: Closes the opening.
-        loaders: The result; empty once another run of the Trainer has started.
+        loaders: The pickled result of a loader hook; empty after another run of the Trainer has started.
         changes: Whether the call has changed state that later calls see.
     """
 
@@ -182,12 +182,12 @@ class _HostHooks:
         self._num_calls = 0
 
     def call(self, hook: str, key: object, *, is_alone: bool = False, **arguments: Any) -> Any:
-        """Have the data hosts run a hook, and return its result; a collective call.
+        """Have the data hosts run a hook, and return the result; all ranks must call this.
 
         Args:
             hook: Name of the hook.
             key: Distinguishes the hook's calls that are open at the same time.
-            is_alone: Whether one data host runs the hook for all.
+            is_alone: Whether a single data host runs the hook on behalf of all.
             **arguments: Arguments of the hook.
 
         Raises:
@@ -216,7 +216,7 @@ class _HostHooks:
         return returned
 
     def again(self, hook: str, key: object) -> Any:
-        """Return new copies of the loaders of an earlier call in this run, or None if attributes have changed since."""
+        """Return new copies of the loaders from an earlier call in this run; None if attributes have changed since."""
         if self._datamodule.trainer is None or self._known is None or self._attributes().changed(self._known):
             return None
         call = next((call for call in self._calls if (call.hook, call.key) == (hook, key) and call.loaders), None)
@@ -281,7 +281,7 @@ class _HostHooks:
                 call.close()
 
     def _open_again(self) -> None:
-        """Reopen all calls on a new connection, if a run of the Trainer or an exception has closed the old one."""
+        """Reopen all calls on a new connection, if the end of a run or an exception has closed the old one."""
         if self._feeder is self.connection.feeder:
             return
         self._feeder = self.connection.feeder
@@ -303,7 +303,7 @@ class _HostHooks:
             vars(datamodule).pop(name, None)  # a stale value would look as if the hook had not run
         for name, value in result.attributes.items():
             set_attribute(datamodule, name, value)
-        # Do not overwrite the random state of a rank that differs from rank 0.
+        # Do not overwrite a rank's random state if it differs from that of rank 0.
         if before.is_same(RandomState.now()):
             result.random_state.restore()
         return result.returned
@@ -339,10 +339,10 @@ def _hook(name: str) -> Callable[[_HasHooksOnDataHosts], Any]:
 
 
 def _reload(trainer: Any) -> str:
-    """Return a key for the loaders of a hook: the Trainer's function, and the epoch if it reloads loaders.
+    """Return a key for a hook's loaders: the Trainer's function and, if the Trainer reloads loaders, the epoch.
 
-    If the script calls a hook itself, the key is the same, and it gets copies of the same loaders. Such a call need not
-    be collective.
+    If the script calls a hook itself, the key is the same, and the script gets copies of the same loaders. Not all
+    ranks need to make such a call.
     """
     if trainer is None:
         return ""

@@ -24,7 +24,7 @@ class PinnedSlots:
     ``.to(device, non_blocking=True)`` returns before the copy is complete. PyTorch tracks such copies for page-locked
     memory that it allocated, but not for registered memory. This class therefore records an event on the current stream
     of each GPU in use when a slot is dropped, and releases the slot after these events. They do not cover copies on
-    other streams: do not use this class if the user's code copies batches.
+    other streams, so this class must not be used if the user's code copies batches.
 
     Args:
         release: Releases a slot.
@@ -84,7 +84,7 @@ class PinnedSlots:
                 event.synchronize()
 
     def close(self) -> None:
-        """Unlock all slots, once no GPU reads them."""
+        """Wait until no GPU reads the slots, and unlock them all."""
         self._is_refused = True
         try:
             self.advance()

@@ -41,9 +41,9 @@ class IteratorPosition:
 
     Attributes:
         seed: Base seed of the iterator.
-        number: How often it has been reset.
+        number: How often the iterator has been reset.
         num_batches: Number of batches delivered since the last reset.
-        ends: For a stream, the number of batches of each worker that is exhausted.
+        ends: For a stream, the number of batches from each exhausted worker.
     """
 
     seed: int
@@ -97,7 +97,7 @@ class RemoteIterator(_BaseDataLoaderIter):
         return IteratorPosition(int(self._base_seed), self._num_resets, self._num_yielded, ends)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # torch's signature
-        """Start another pass: with ``persistent_workers``, ``DataLoader`` keeps its iterator."""
+        """Start another pass with the same iterator, as ``DataLoader`` does with ``persistent_workers``."""
         super()._reset(loader, first_iter)
         if self._batches is None:
             return
@@ -146,7 +146,7 @@ class _FeederPass:
         self._client: FeederClient = connection.feeder
         self._timeout_s = settings.batch_timeout_s
         is_stream = opening.stream is not None
-        # A stream must first read all batches before its first one.
+        # A stream must first read all earlier batches.
         self._first_timeout_s = self._timeout_s * (1 + first if is_stream else 1)
         slots = source.slots
         self._ring: SlotRing = slots.take()
@@ -245,12 +245,12 @@ class _Batches:
         return batch
 
     def supply(self, *, as_torch: bool = False) -> None:
-        """Run the sampler for the batches that may be requested; its error is raised in place of the failing batch.
+        """Run the sampler for the batches that may be requested; if it fails, raise the error in place of the batch.
 
         Args:
-            as_torch: Whether to run the sampler no further than torch would. That is always the limit before the first
-                batch and beyond the Trainer's limit, because the state of a sampler that is not read to the end depends
-                on it.
+            as_torch: Whether to run the sampler no further than torch would. Before the first batch and beyond the
+                Trainer's limit, this is always so, because the state of a sampler that is not read to the end depends
+                on how far it was read.
         """
         least = self._num_taken + max(1, self._stock_ahead)
         stop = least
@@ -325,10 +325,10 @@ class _Turns:
         workers: The workers.
         number: Number of the pass, from 0.
         num_done: Number of batches to skip.
-        ends: Number of batches of each worker that was exhausted within these.
+        ends: Number of batches from each worker that was exhausted within the skipped batches.
 
     Attributes:
-        ends: Number of batches of each exhausted worker.
+        ends: Number of batches from each exhausted worker.
         figures: Figures of the last batch.
     """
 
@@ -346,7 +346,7 @@ class _Turns:
         self._passes = deque((worker, workers.begin(worker, number, self._counts[worker])) for worker in turns)
 
     def next(self) -> Any:
-        """Return the next batch, from each worker in turn until it is exhausted."""
+        """Return the next batch; the workers take turns until they are exhausted."""
         while self._passes:
             worker, worker_pass = self._passes.popleft()
             try:

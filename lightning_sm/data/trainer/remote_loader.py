@@ -37,10 +37,10 @@ _TO_DATA_HOSTS = (
     "DataModule's hooks, and keep the datasets that these make."
 )
 
-# Prefix of the hook that makes the loaders of a stage, by Lightning's name for the stage.
+# Prefix of the hook that makes the loaders for a stage, by Lightning's name for the stage.
 HOOKS = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
 
-# Hooks of DataModule, LightningModule and strategy that receive batches before these are on the device.
+# Hooks of DataModule, LightningModule and strategy that receive batches before the batches are on the device.
 _COPYING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to_device")
 
 
@@ -96,7 +96,7 @@ class LoaderSource:
         self._is_spawned = False
 
     def limit(self, loader: DataLoader[Any]) -> float:
-        """Return the maximum number of batches that the Trainer reads, or infinity. Call it at the first batch.
+        """Return the maximum number of batches that the Trainer reads, or infinity. Call this at the first batch.
 
         Args:
             loader: The loader, which need not have a length.
@@ -108,7 +108,7 @@ class LoaderSource:
         num_batches: float = math.inf
         limits = [getattr(trainer, f"limit_{HOOKS[stage.value]}_batches")]
         if stage.value == "train":
-            # Perhaps fewer than the loader has: a shorter one may end the epoch, or this one may start over in it.
+            # This may be fewer than the loader has: a shorter one may end the epoch, or this one start over during it.
             done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             num_batches = max(0, trainer.num_training_batches - done)
         if stage.value == "sanity_check":
@@ -122,7 +122,7 @@ class LoaderSource:
         return num_batches
 
     def reports(self, loader: DataLoader[Any]) -> tuple[bool, bool]:
-        """Return whether to report batches, which is so in training, and whether each batch is a step.
+        """Return whether to report batches (only in training), and whether each batch is a step.
 
         Args:
             loader: The loader over which an iterator starts.
@@ -166,7 +166,7 @@ class LoaderSource:
         return pickled
 
     def opening(self, pickled: PickledObject, name: str, stream: StreamWorker | None = None) -> Opening:
-        """Return an opening of the result of ``pickled``."""
+        """Return an opening for the result of ``pickled``."""
         return Opening(name, pickled.digest, stream, is_spawned=self._is_spawned)
 
     def open(self, pickled: PickledObject, owner: object) -> Opening:
@@ -174,7 +174,7 @@ class LoaderSource:
 
         Args:
             pickled: The result of ``pickled``.
-            owner: The object that needs the workers. They stay while it lives, and at least until the next call.
+            owner: The object that needs the workers, which stay while it lives, and at least until the next call.
 
         Raises:
             DataServiceError: No data host can start workers, or none did in time.
@@ -240,7 +240,7 @@ def remote_loader(loader: Any, source: LoaderSource) -> Any:
             _warn_once(f"{own.__module__}.{own.__qualname__}", source.name, why)
         return loader
     bases = (RemoteDataLoader,) if own is DataLoader else (own, RemoteDataLoader)
-    # Each loader gets a new class, which holds the source: Lightning recreates some loaders from class and arguments.
+    # Each loader gets its own class to hold the source, as Lightning recreates some loaders from class and arguments.
     remote: Any = object.__new__(named_as(own, *bases, _remote=source, users_class=own))
     remote.__dict__.update(loader.__dict__)
     return remote
@@ -283,13 +283,13 @@ def _warn_once(cls: str, name: str, why: str) -> None:
 
 
 def position_of(loader: Any) -> IteratorPosition | None:
-    """Return the position of the last iterator over a loader, or None without one or without workers on data hosts."""
+    """Return the position of the last iterator over a loader; None if there is none, or no worker is on a data host."""
     iterator = loader._remote.iterator() if isinstance(loader, RemoteDataLoader) else None
     return None if iterator is None else iterator.position
 
 
 def begin_at(loader: RemoteDataLoader, position: IteratorPosition) -> None:
-    """Have the next iterator over a loader continue where one in another run was; the sampler must skip by itself.
+    """Have the next iterator over a loader continue where one in another run stopped; the sampler must skip by itself.
 
     Args:
         loader: The loader.

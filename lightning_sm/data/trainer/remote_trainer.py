@@ -30,7 +30,7 @@ class DataHostLoaders(UnlistedCallback):
         self.connection.reporter.begin_run()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Give the reporter the step clock of this training."""
+        """Give the reporter the step clock of this training run."""
         times = next((callback for callback in trainer.callbacks if isinstance(callback, StepTimes)), None)
         if times is not None:
             self.connection.reporter.follow(times)

@@ -1,4 +1,4 @@
-"""Reports of the data service: metrics for the Trainer's loggers, lines of the record, and a verdict per epoch."""
+"""Reports on the data service: metrics for the Trainer's loggers, lines for the record, and a verdict per epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Minimum interval at which a rank shares its figures, which the next heartbeat carries.
 _SHARE_PERIOD_S = 0.25
-# Seconds between two lines of the record.
+# Seconds between two lines in the record.
 _LINE_S = 5.0
 
 
@@ -34,7 +34,7 @@ class _Sums:
 
 
 class Reporter:
-    """A counter of the batches of a rank's training loaders; on rank 0, it reports on all ranks.
+    """A counter for the batches from a rank's training loaders, which on rank 0 reports on all ranks.
 
     Step times come from the rank's only clock, ``StepTimes``; the reporter tells it what share of each wait was
     transfer.
@@ -59,13 +59,13 @@ class Reporter:
         self._by_rank: dict[str, RankFigures] = {}
 
     def begin_run(self) -> None:
-        """Start a run of a Trainer, which restarts the clock: keep the totals, but leave them out of its reports."""
+        """Start a Trainer's run, which restarts the clock; totals are kept, but left out of the reports on the run."""
         self._counted = self._figures()
         self._times = None
         self._reported = None
 
     def follow(self, times: StepTimes) -> None:
-        """Use a clock of steps from now on; called when training starts."""
+        """Use a step clock from now on; called when training starts."""
         self._times = times
 
     def batch(self, trainer: Any, figures: BatchFigures, *, is_step: bool) -> None:
@@ -141,7 +141,7 @@ class Reporter:
             log.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _write(self, sums: _Sums | None) -> None:
-        """Write a line to the run's record, and the events of data hosts since the last line."""
+        """Write a line to the run's record, and the data hosts' events since the last line."""
         if sums is None or self._times is None:
             return
         ranks = {name: asdict(figures.rounded()) for name, figures in sums.ranks.items()}
@@ -188,7 +188,7 @@ def logger_metrics(figures: RankFigures, ready: int, hosts: Sequence[HostFigures
 
 
 def changes(before: Iterable[HostFigures], after: Iterable[HostFigures]) -> Iterator[tuple[str, str]]:
-    """Yield the events of data hosts between two moments for the run's record, as pairs of kind and text.
+    """Yield the data hosts' events between two moments, as pairs of kind and text for the run's record.
 
     Args:
         before: The hosts at the first moment; empty at the start of the run.

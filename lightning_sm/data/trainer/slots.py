@@ -1,4 +1,4 @@
-"""The slots of shared memory that a training process's batches alias, and their release."""
+"""The slots in shared memory that a training process's batches alias, and their release."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _HELD_SLOTS = 4
 
 
 class _SlotArray(np.ndarray):
-    """Bytes of a slot; a subclass, because its views keep the object alive, and a finalizer runs after the last one."""
+    """Bytes of a slot. Views of this subclass keep the object alive, so its finalizer runs after the last view."""
 
 
 class SlotPool:
-    """The rings of one loader, one per concurrently open pass; later passes reuse them.
+    """The rings of one loader, one for each pass that is open at the same time; later passes reuse them.
 
     Args:
         client: The feeder, which fills the slots.

@@ -14,10 +14,10 @@ _MIN_FRACTION = NOT_INPUT_BOUND
 _MIN_SECONDS = 1.0
 # A host or rank that takes this many times as long as the others is slow.
 _SLOWER = 2.0
-# The mean of fewer batches is not meaningful.
+# A mean over fewer batches is not meaningful.
 _MIN_BATCHES = 3
-# Blame the network if batches were in transit for this part of the wait, and the workers only if their measured
-# capacity covers as much of it.
+# Blame the network if batches were in transit for at least this part of the wait. Blame the workers only if their
+# measured capacity covers at least this part of the wait.
 _EXPLAINED_PART = 0.5
 _AFTER_A_LOSS = "Check the end of its log. With a second data host, training would have continued."
 
@@ -36,7 +36,7 @@ def verdict(ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures]) -> s
 
 
 def paces(ranks: Mapping[str, RankFigures]) -> list[RankPace]:
-    """Return the pace of each rank without waits for other ranks.
+    """Return the pace of each rank, with and without waits for other ranks.
 
     Args:
         ranks: Each rank's figures, by name.
@@ -74,7 +74,7 @@ def trouble(hosts: Sequence[HostFigures]) -> list[str]:
 def wait_cause(
     ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures], share: float | None = None
 ) -> WaitCause | None:
-    """Return why training waited for data, or None if it hardly did.
+    """Return why training waited for data, or None if it hardly waited.
 
     Args:
         ranks: Each rank's figures, by name.
@@ -184,7 +184,7 @@ def _workers(who: str, rank: RankFigures, hosts: Sequence[HostFigures]) -> WaitC
 
 
 def _outlier(means: Mapping[str, float]) -> tuple[str, float, float] | None:
-    """Return the largest value, its name, and the median of the others; None if it is not far above that median."""
+    """Return the largest value with its name and the others' median; None if no value is far above the others."""
     if len(means) <= 1:
         return None
     name = max(means, key=lambda name: means[name])

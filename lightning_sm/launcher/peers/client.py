@@ -16,7 +16,7 @@ from lightning_sm.launcher.peers.peers import Peers
 
 _LOG = logging.getLogger(__name__)
 
-# For the hub to accept a connection, and to answer.
+# Time for the hub to accept a connection, and to send each answer.
 _ANSWER_S = 10.0
 
 
@@ -28,7 +28,7 @@ class Client(Peers):
         main_host: Name of the hub's host.
         address: Host name or IP address, and port, of the hub.
         key: The key of the job.
-        timings: How long things may take.
+        timings: The limits and intervals of the communication.
     """
 
     def __init__(self, own: str, *, main_host: str, address: tuple[str, int], key: bytes, timings: Timings) -> None:

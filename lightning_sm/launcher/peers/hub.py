@@ -21,13 +21,13 @@ from lightning_sm.launcher.peers.peers import Peers
 
 _LOG = logging.getLogger(__name__)
 
-# Connections are closed after this silence. Hosts ask much more often, and reconnect.
+# A connection that has been silent for this long is closed. Hosts ask much more often, and reconnect.
 _SILENCE_S = 15.0
 _LOOK_S = 0.1
-# Between the last answer to other hosts and the end of ``Peers.close``.
+# Time between the last answer to other hosts and the end of ``Peers.close``.
 _CLOSE_S = 0.5
 _MAX_LOGGED_STRANGERS = 64
-# Limits what a stranger can make this host log, in one line.
+# Maximum length of the reason in a log line about a stranger, who may influence its text.
 _MAX_WHY_CHARS = 300
 
 
@@ -40,7 +40,7 @@ class Hub(Peers):
         data_hosts: Names of all data hosts.
         address: Where to listen; None if there is no other host.
         key: The key of the job.
-        timings: How long things may take.
+        timings: The limits and intervals of the communication.
         max_restarts: How often the scripts of the trainer hosts may be restarted.
 
     Raises:
@@ -96,7 +96,7 @@ class Hub(Peers):
                 server.close()
 
     def _look(self) -> None:
-        """Process this host's report and the passage of time."""
+        """Process this host's report, and time limits that have been reached."""
         now, tracker = time.monotonic(), self._tracker
         tracker.heard(self._own, now)
         if self._report is not None:
@@ -142,7 +142,7 @@ class Hub(Peers):
                 answer = msgspec.structs.replace(answer, is_known=not self._uninformed())
                 writer.write(to_line(answer, self._key, mac_of(line)))
         except asyncio.CancelledError:
-            pass  # at the end of the loop; asyncio of Python 3.11 would log it with a traceback
+            pass  # at the end of the event loop; asyncio in Python 3.11 would log the error with a traceback
         except Exception as error:  # noqa: BLE001 - bad input must end only this connection
             if not host:
                 address = str((writer.get_extra_info("peername") or ["a closed connection"])[0])

@@ -21,7 +21,8 @@ from lightning_sm.job.stopping import JobOutcome, Outcome
 from lightning_sm.job.variables import JOB_SECRET
 from lightning_sm.launcher.peers.outcome import Restart
 
-# A reason of 1024 characters takes up to 7168 bytes, if each is a surrogate, written as \\ud800. So does its headline.
+# A reason of 1024 characters takes up to 7168 bytes, if each character is a surrogate, written as \\ud800. So does the
+# reason's headline.
 MAX_LINE_BYTES = 16 * 1024
 _ANOTHER_KEY = f"its {JOB_SECRET.name} (or, without one, its job's name) differs from that of this host"
 
@@ -34,7 +35,7 @@ class Question(Struct, frozen=True):
     Attributes:
         host: Name of the host.
         nonce: Random text, so that an answer to an earlier request cannot be replayed.
-        attempt: After how many restarts of the job its script was started.
+        attempt: How many restarts of the job preceded this start of the host's script.
         outcome: The outcome of the script; None while it runs.
     """
 
@@ -51,7 +52,7 @@ class Answer(Struct, frozen=True):
         restart: The last restart that was ordered, if any.
         job_outcome: The outcome of the job; None until it is known.
         is_over: Whether no host needs to wait for another.
-        is_known: Whether all connected hosts know this.
+        is_known: Whether all connected hosts know this state.
     """
 
     restart: Restart | None = None
@@ -83,12 +84,12 @@ def to_line(message: Struct, key: bytes, covered: bytes) -> bytes:
 
 
 def from_line(line: bytes, kind: type[_T], key: bytes, covered: bytes) -> _T:
-    """Return the message of a line; the arguments are as in ``to_line``.
+    """Return the message in a line; the arguments are those of ``to_line``.
 
     Raises:
         ConnectionError: The line is incomplete, because the connection was closed or the line is too long.
-        PermissionError: Its MAC is wrong.
-        msgspec.DecodeError: It is not a message of this kind.
+        PermissionError: The MAC is wrong.
+        msgspec.DecodeError: The line is not a message of this kind.
     """
     if not line.endswith(b"\n"):
         raise ConnectionError("it closed the connection")

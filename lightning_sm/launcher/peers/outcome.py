@@ -15,7 +15,7 @@ from lightning_sm._text import listed, shortened, times
 from lightning_sm.job.stopping import MAX_REASON_CHARS, JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher import timeline
 
-# The cause of a failure may take a moment to pass: memory that is freed, a file server that comes back.
+# The cause of a failure may take a moment to pass, until memory is freed or a file server comes back.
 _LONGEST_PAUSE_S = 30.0
 # Causes are cut to this length, to leave room for the job's reason.
 _MAX_CAUSE_CHARS = 300
@@ -166,7 +166,7 @@ class JobOutcomeTracker:
         return self.job_outcome is None and self._pending is not None
 
     def heard(self, name: str, now: float) -> None:
-        """Note a sign of life. A lost host that gives one before the job is over is awaited again."""
+        """Note a sign of life; a lost host that gives one before the job is over is awaited again."""
         host = self._hosts[name]
         host.heard_at = now
         if host.state in (_HostPhase.ABSENT, _HostPhase.LOST):
@@ -181,7 +181,7 @@ class JobOutcomeTracker:
             name: Name of the host.
             outcome: The outcome of its script.
             now: The time.
-            attempt: After how many restarts of the job this script was started; counts for trainer hosts only.
+            attempt: How many restarts of the job preceded this start of the script; relevant for trainer hosts only.
         """
         host, is_trainer = self._hosts[name], name in self._trainers
         if is_trainer and attempt != self._num_restarts:
@@ -201,7 +201,7 @@ class JobOutcomeTracker:
             self._fail(JobOutcome(outcome.kind, name, outcome.exit_code, outcome.reason), outcome, now)
 
     def update(self, now: float) -> None:
-        """Process the passage of time."""
+        """Apply the time limits that have been reached: for silence, restarts, and hosts that are still awaited."""
         unheard_s = now - self._looked_at
         self._looked_at = now
         # A restart also needs the launchers of hosts whose scripts have exited.
@@ -232,7 +232,7 @@ class JobOutcomeTracker:
         self._pending = _Pending(self.restart, failure, now)
 
     def _continue_restart(self, pending: _Pending, now: float) -> None:
-        """Start the scripts again after a pause once all have exited; fail the job if one does not exit."""
+        """When all scripts have exited, start them again after a pause; fail the job if one does not exit."""
         states = {host.state for host in self._trainers.values()}
         if states == {_HostPhase.ENDED}:
             if now - self._changed_at >= pause_s(pending.restart.number):
@@ -275,9 +275,10 @@ class JobOutcomeTracker:
                 notes.append(f"{restarted}. First cause: {self._first_cause}")
             early = [name for name, host in self._trainers.items() if host.has_succeeded and name != job_outcome.host]
             if early and job_outcome.kind is not OutcomeKind.INTERRUPTION:
-                # Ranks that exit in the middle of training make others fail, with errors that do not name the ranks.
+                # Ranks that exit in the middle of training make others fail, with errors that do not name the ranks
+                # that exited.
                 notes.append(f"Before, the script had exited with code 0 on: {listed(early)}.")
-            # SageMaker limits the number of characters: cut the end of the reason rather than the notes.
+            # SageMaker limits the number of characters, so cut the end of the reason rather than the notes.
             end = "".join(f"\n{note}" for note in notes)
             text = job_outcome.reason.text[: MAX_REASON_CHARS - len(end)] + end
             job_outcome = replace(job_outcome, reason=Reason(text, job_outcome.reason.headline))

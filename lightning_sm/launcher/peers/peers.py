@@ -1,6 +1,7 @@
-"""A launcher's view of the job's other launchers: it reports to them, and learns the state of the job.
+"""A launcher's connection to the job's other launchers, for reporting outcomes and learning the state of the job.
 
-A thread communicates with them: in the ``Hub`` on the main host, in a ``Client`` on all others.
+A thread communicates with the others; it belongs to the ``Hub`` on the main host, and to a ``Client`` on any other
+host.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ class Peers:
 
     Args:
         own: Name of this host.
-        timings: How long things may take.
+        timings: The limits and intervals of the communication.
 
     Attributes:
         job_outcome: The outcome of the job; None until this host knows it.
         order: The last restart of the job that was ordered; None if there was none.
         is_alone: Whether this launcher never connects to others.
-        is_decided: Whether all hosts know the job's outcome; the main host also allows late hosts some time for this.
+        is_decided: Whether all hosts know the job's outcome; the main host also allows late hosts some time to learn
+            it.
         is_done: Whether there is nothing more to learn: the script of each trainer host has exited or the host is
             lost, or nobody answers.
         is_main_host_there: Whether the main host's launcher answers; always False on the main host.
@@ -65,7 +67,7 @@ class Peers:
 
         Args:
             outcome: The outcome.
-            attempt: After how many restarts of the job the script was started.
+            attempt: How many restarts of the job preceded this start of the script.
         """
         self._report, self._reported_at = (attempt, outcome), time.monotonic()
 

@@ -30,7 +30,7 @@ _GROUPS = "sagemaker_distribution_instance_groups"
 
 
 def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
-    """Check the ``distribution`` that a job asks for, and log how this launcher differs.
+    """Check the ``distribution`` that a job asks for, and log what this launcher does differently.
 
     Returns:
         The number of processes per trainer host, set by ``LIGHTNING_SM_DEVICES`` or ``distribution``; None if neither
@@ -38,7 +38,7 @@ def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
 
     Raises:
         TopologyError: ``distribution`` contradicts the job.
-        StrategyError: It requests model parallelism that no strategy supports, or that is contradictory.
+        StrategyError: ``distribution`` requests model parallelism that no strategy supports, or that is contradictory.
     """
     asked = {name: toolkit_value(text) for name, text in job.hyperparameters.items()}
     _check_groups(asked.get(_GROUPS), topology)

@@ -1,8 +1,8 @@
 """The environment variables of sagemaker-training that describe a job to its script: ``SM_HOSTS``, ``SM_HP_*`` etc.
 
 Scripts written for the toolkit read these variables; lightning_sm itself reads SageMaker's files. This module does not
-use the toolkit's ``Environment``, which imports boto3, starts nvidia-smi, neuron-ls and which, creates folders, and
-changes variables of the calling process. A test compares each variable with the toolkit's.
+use the toolkit's ``Environment``, which imports boto3, starts ``nvidia-smi``, ``neuron-ls`` and ``which``, creates
+folders, and changes variables of the calling process. A test compares each variable with the toolkit's.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from lightning_sm.job.facts import SageMakerJob
 _LOG = command_logger(__name__)
 
 _PREFIX = "sagemaker_"
-# Hyperparameters without the prefix that the toolkit does not pass to scripts (params.SAGEMAKER_HYPERPARAMETERS).
+# Hyperparameters that the toolkit keeps from scripts although they lack its prefix (params.SAGEMAKER_HYPERPARAMETERS).
 _NOT_FOR_SCRIPTS = ("_tuning_objective_metric", "default_user_module_name")
-# Hyperparameters with the prefix that are not framework parameters.
+# Hyperparameters that are not framework parameters although they have the prefix.
 _OWN = (
     "program",
     "submit_directory",
@@ -34,7 +34,7 @@ _OWN = (
 )
 _SINGLE_GROUP = "homogeneousCluster"
 _INFO = 20
-# Linux, MAX_ARG_STRLEN: the limit for "NAME=value" with its zero byte. If one is longer, no process starts.
+# Linux, MAX_ARG_STRLEN: the limit for "NAME=value" with its zero byte. If a variable is longer, no process starts.
 _MAX_BYTES = 128 * 1024
 
 
@@ -50,8 +50,8 @@ def toolkit_variables(
         env: Environment variables.
 
     Returns:
-        The variables, except those too long for an environment. Empty if SageMaker's files are missing, because
-        another launcher has already set the variables then.
+        The variables, except those too long for an environment. Empty if SageMaker's files are missing, because another
+        launcher has then already set the variables.
 
     Raises:
         JobConfigError: One of SageMaker's files cannot be read.
@@ -86,7 +86,8 @@ def toolkit_variables(
     texts = {
         **{f"SM_{name.upper()}": _text(value) for name, value in variables.items()},
         "CURRENT_HOST": job.current_host,
-        # If the hyperparameters lack these two, the toolkit empties them. Here, the environment's values are kept.
+        # If the hyperparameters lack these two, the toolkit empties the variables. Here, the environment's values are
+        # kept.
         "SAGEMAKER_JOB_NAME": _text(own.get("sagemaker_job_name") or env.get("SAGEMAKER_JOB_NAME")),
         "SAGEMAKER_REGION": _text(
             own.get("sagemaker_region") or env.get("AWS_DEFAULT_REGION") or env.get("AWS_REGION")
@@ -98,7 +99,7 @@ def toolkit_variables(
 def _facts(
     job: SageMakerJob, resources: Mapping[str, Any], entry_point: str, own: Mapping[str, Any], env: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the properties of the toolkit's ``Environment``, except those that only concern its launchers."""
+    """Return the properties of the toolkit's ``Environment``, except those that only its launchers use."""
     base = job.base_dir
     groups = {group["instance_group_name"]: group for group in resources.get("instance_groups") or []}  # local: none
     current = resources.get("current_group_name", _SINGLE_GROUP)

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from lightning_sm.errors import ScriptError
 
-# A network without a route to S3 never answers: fail in a minute, not in five.
+# A network without a route to S3 never answers, so fail after one minute rather than five.
 _CONNECT_S = 10
 _USAGE_EXIT_CODE = 2
 

@@ -48,8 +48,8 @@ class Preparation:
         """Fetch and unpack the code of the job.
 
         Returns:
-            The folder with the code: the submitted folder, unless it is an archive; ``/opt/ml/code`` if it is empty;
-            else a new folder, because ``/opt/ml/code`` holds code of the image, or of an earlier job in the container.
+            The folder with the code: the submitted folder or, for an archive, ``/opt/ml/code`` if that is empty. If it
+            holds code of the image, or of an earlier job in the container, a new folder is used for the archive.
 
         Raises:
             ScriptError: The code cannot be fetched or unpacked.
@@ -119,7 +119,7 @@ def unpacked(submission: Submission) -> Path | None:
     """Return the folder of the job's code; None if the code must be fetched or unpacked first.
 
     Raises:
-        ScriptError: There is neither a folder nor a file.
+        ScriptError: The address names neither a folder nor a file.
     """
     address = submission.address
     if "://" in address or Path(address).is_file():

@@ -18,7 +18,7 @@ from lightning_sm.launcher.user_code.script import Script
 _LOG = command_logger(__name__)
 
 _FILE = "requirements.txt"
-# The packages that an image is built around: pip must keep their versions. It may install any supported version of
+# The packages that an image is built around: pip must keep their versions. Pip may install any supported version of
 # lightning_sm's other dependencies.
 _PINNED = ("lightning-sm", "torch", "torchvision", "torchaudio", "pytorch-lightning", "lightning")
 _MAX_REASON_CHARS = 600
@@ -55,12 +55,13 @@ def constraints() -> list[str]:
 
 
 def command(constraints_file: Path | None) -> list[str]:
-    """Return the command that runs pip in the folder of the code, with all output on stderr, which is kept.
+    """Return the command that runs pip in the folder of the code, with all output on stderr, which the launcher keeps.
 
     Args:
         constraints_file: A file with the lines of ``constraints``; None if pip may replace the image's packages.
     """
-    # Keep modules of the code from shadowing Python's. -P does not affect builds of packages, which may import them.
+    # Keep modules of the code from shadowing Python's. -P does not affect builds of packages, which may import the
+    # code's modules.
     python = [sys.executable, "-P" if sys.version_info >= (3, 11) else "-I"]
     options = ["--disable-pip-version-check", "--no-input", "--root-user-action=ignore", "-r", _FILE]
     if constraints_file is not None:

@@ -64,7 +64,7 @@ class Script:
 
     @property
     def is_python(self) -> bool:
-        """Whether Python runs it, rather than a shell or the kernel."""
+        """Whether Python runs the script, rather than a shell or the kernel."""
         return self.command[: len(_PYTHON)] == _PYTHON
 
     @property
@@ -150,7 +150,7 @@ _PYTHON = (sys.executable, "-u")
 
 
 def _folders(program: Program, job: SageMakerJob, env: Mapping[str, str], submitted: Path | None) -> Sequence[Path]:
-    # entry_point= names a file of the job's code: do not run another script of the same name in the image.
+    # entry_point= names a file in the job's code, so do not run another script of the same name in the image.
     if submitted is not None and program.is_entry_point:
         return [submitted]
     folders = [] if submitted is None else [submitted]
@@ -167,7 +167,7 @@ def _folders(program: Program, job: SageMakerJob, env: Mapping[str, str], submit
 def _interpreter(path: Path) -> tuple[str, ...]:
     """Return the interpreter of a file: Python, the one named in its first line, sh, or none for a program.
 
-    The kernel cannot do this, because files of an archive or a mounted folder may not be executable.
+    The kernel cannot do this, because files from an archive or in a mounted folder may not be executable.
     """
     if path.suffix == ".py":
         return _PYTHON

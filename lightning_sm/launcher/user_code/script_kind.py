@@ -28,8 +28,8 @@ class Parser(Enum):
 def parser_of(script: Script) -> Parser:
     """Return the parser that reads a script's command line.
 
-    Only the script's file is searched. It is a Hydra script if a function is decorated with ``hydra.main``, and a CLI
-    script if it names ``SageMakerCLI`` and no other reader of the command line.
+    Only the script's file is searched. The script is a Hydra script if a function is decorated with ``hydra.main``, and
+    a CLI script if the file names ``SageMakerCLI`` and no other reader of the command line.
 
     Args:
         script: The script.

@@ -1,4 +1,4 @@
-"""EveryHost: raise an error if a training does not span all trainer hosts of its job."""
+"""EveryHost: raise an error if training does not span all trainer hosts of the job."""
 
 from __future__ import annotations
 

@@ -22,16 +22,17 @@ _MAX_CHARS = 60
 class FailingRank(UnlistedCallback):
     """A callback that lets a rank fail without waiting for the others.
 
-    When one of several ranks raises an exception, the others wait for it in a collective call. In stock Lightning, the
-    callbacks of the failed rank may then make another collective call (``save_on_exception`` ends with a barrier): the
-    traceback is never printed, and the job hangs until the call times out. This callback prints the traceback first,
-    and prevents the failed rank from saving a checkpoint. After an interruption, it prevents this on all ranks, because
-    ``SpotCheckpoint`` has already saved one.
+    When one of several ranks raises an exception, the others wait for that rank in a collective call. In stock
+    Lightning, the callbacks of the failed rank may then make another collective call (``save_on_exception`` ends with a
+    barrier). The traceback is then never printed, and the job hangs until the call times out. This callback prints the
+    traceback first, and prevents the failed rank from saving a checkpoint. After an interruption, it prevents all ranks
+    from saving one, because ``SpotCheckpoint`` has already done so.
 
     ``sys.exit`` in one of several ranks is reported like an exception. When a failed rank exits, it does not destroy
     the process group, because that would wait for the other ranks.
 
-    It must be the first callback with ``on_exception``. ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
+    This callback must be the first with ``on_exception``. ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every
+    job.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class FailingRank(UnlistedCallback):
         self._has_failed = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let all ranks save together again, in case the script has caught an exception."""
+        """Allow saving checkpoints again, in case the script has caught the exception of an earlier run."""
         vars(trainer).pop("save_checkpoint", None)
         reporter = report_failures()
         if reporter is not None:
@@ -62,7 +63,8 @@ class FailingRank(UnlistedCallback):
         self._has_failed = True
         stay_at_exit()
         if isinstance(exception, Exception):
-            # Print now: Python would print it only when the process exits, which may take minutes or never happen.
+            # Print now, because Python would print the traceback only when the process exits, which may take minutes or
+            # never happen.
             sys.excepthook(type(exception), exception, exception.__traceback__)
             sys.stderr.flush()
         process = announce()

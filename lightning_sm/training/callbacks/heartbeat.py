@@ -10,14 +10,14 @@ from lightning_sm.job.control_folder import OwnProcess, Phase, announce
 
 
 class Heartbeat(UnlistedCallback):
-    """A callback that writes the step and the phase of this rank to its file in the control folder, if there is one.
+    """A callback that writes this rank's step and phase to a file in the control folder, if there is such a folder.
 
     The launcher considers a rank hung if it is silent for too long between two batches of the same epoch or validation.
-    Before the end of the first batch (compilation) and while it saves a checkpoint, a rank may be silent for ten times
-    as long, and at the end of an epoch or a validation for any length of time.
+    A rank may be silent for ten times as long before the end of the first batch (because of compilation) and while it
+    saves a checkpoint, and for any length of time at the end of an epoch or a validation.
 
-    It must come before the user's callbacks, so that it reports the end of an epoch or a validation before they start
-    their work. ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
+    This callback must come before the user's callbacks, so that it reports the end of an epoch or a validation before
+    those start their work. ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Heartbeat(UnlistedCallback):
         self._trained_epoch = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Announce this process."""
+        """Announce this process, and report that setup has begun."""
         self._process = announce()
         self._is_compiled = False
         self._beat(trainer, Phase.SETTING_UP_FIT if stage == "fit" else Phase.SETTING_UP)
@@ -76,7 +76,7 @@ class Heartbeat(UnlistedCallback):
 
     def _beat(self, trainer: Trainer, phase: Phase) -> None:
         if self._process is not None:
-            # When a fit ends, Lightning has already counted one epoch more.
+            # When a fit ends, Lightning has already counted the next epoch.
             epoch = max(0, trainer.current_epoch - (phase is Phase.FINISHING))
             self._process.beat(
                 trainer.global_rank, trainer.global_step, epoch, phase, trained_epoch=self._trained_epoch

@@ -23,7 +23,7 @@ _log_once = rank_zero_only(logger.info)
 
 
 class LineProgress(UnlistedProgressBar):
-    """A progress bar that logs a line every few seconds, after each validation, and at the end of an epoch and a run.
+    """A progress bar that logs a line every few seconds, after each validation, and at the end of each epoch and run.
 
     A line looks like ``epoch=3/10 step=45 validation=3 train_loss=0.411723 val_acc=0.9333 steps_per_s=12.5
     samples_per_s=800 eta=0:10:23 memory_gb=2.1 data_wait=1.2%``: one ``name=value`` for each metric, so that
@@ -31,9 +31,11 @@ class LineProgress(UnlistedProgressBar):
 
     - ``validation`` is only in the first line after each validation, to distinguish it from later lines that repeat the
       metrics. It counts the validations of this run of the Trainer.
-    - ``steps_per_s`` (training batches) and ``data_wait`` cover the time since the last line, without validations,
-      checkpoints and the time between epochs; ``samples_per_s`` counts all ranks. They need ``StepTimes``.
-    - ``eta`` is the time left at this rate, including validations, if ``max_epochs`` ends the training.
+    - ``steps_per_s`` (training batches) and ``data_wait`` cover the time since the last line, excluding validations,
+      checkpoints and the time between epochs. ``samples_per_s`` counts the samples of all ranks. These rates need
+      ``StepTimes``.
+    - ``eta`` is the time left, including validations, at the rate since the first batch. It is shown only if
+      ``max_epochs`` ends the training.
     - ``memory_gb`` is the peak GPU memory of rank 0 or, without a GPU, the memory of its process, in 10^9 bytes.
 
     Args:
@@ -55,11 +57,14 @@ class LineProgress(UnlistedProgressBar):
         self.is_enabled = self.trainer.is_global_zero
 
     def disable(self) -> None:
-        """Stop logging lines; Lightning calls this on all ranks but 0, and on all ranks before such a search."""
+        """Stop logging lines.
+
+        Lightning calls this on all ranks but 0, and on all ranks before a search for a learning rate or batch size.
+        """
         self.is_enabled = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock: the first line comes after ``every_n_seconds``."""
+        """Start the clock, so that the first line comes after ``every_n_seconds``."""
         self._next_line_at = time.monotonic() + self._every_n_seconds
         self._shown = Totals()
         self._began = None
@@ -81,7 +86,7 @@ class LineProgress(UnlistedProgressBar):
         self._log(trainer, f"{self._epoch(trainer)} step={trainer.global_step}", **self._rates(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the metrics, unless the epoch ends now: the epoch's line has them."""
+        """Log the metrics, unless the epoch ends now, because the epoch's line contains them."""
         if trainer.state.fn == "validate":
             self._log(trainer, "validation")
         elif trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -122,7 +127,7 @@ class LineProgress(UnlistedProgressBar):
         self._has_validated = False
 
     def _rates(self, trainer: Any) -> dict[str, str]:
-        """Return the speed of the run since the last line; nothing without ``StepTimes``."""
+        """Return the speed of the run since the last line; an empty dict without ``StepTimes``."""
         times = next((callback for callback in trainer.callbacks if isinstance(callback, StepTimes)), None)
         if times is None or not self.is_enabled:
             return {}
@@ -165,10 +170,10 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def own_progress(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return a LineProgress, or, if the user has another progress bar, log what the job lacks.
+    """Return a LineProgress to add; if the user has another progress bar, return none and log what the job lacks.
 
     Args:
-        callbacks: All callbacks of the user.
+        callbacks: All of the user's callbacks.
     """
     bar = next((callback for callback in callbacks if isinstance(callback, ProgressBar)), None)
     if bar is None:

@@ -36,19 +36,19 @@ _SETS_LOADERS = "_load_combined_loader_states"
 class LocalPosition(Callback):
     """A callback that resumes in the middle of an epoch, with the batch and the random numbers that would come next.
 
-    Every checkpoint holds the random states of each rank with which its loaders drew their orders, and the random state
-    after the last step. So the orders, and the random numbers of the training process (dropout, augmentation without
-    workers) and of data hosts, equal those of an uninterrupted run. Only the workers of a local DataLoader draw other
-    random numbers. Finished batches are not loaded again.
+    For each rank, every checkpoint holds the random states with which the rank's loaders drew the orders of their
+    samples, and the random state after the last step. So these orders, and the random numbers of the training process
+    (for dropout, or augmentation without workers) and of data hosts, equal those of an uninterrupted run. Only the
+    workers of a local DataLoader draw other random numbers. Finished batches are not loaded again.
 
-    Streams (of an ``IterableDataset``) resume on data hosts, whose workers read the finished batches again. This needs
-    the same ``num_workers``, batch size and number of ranks. Other streams restart, with a warning, unless their loader
-    is stateful, like torchdata's.
+    Streams (loaders of an ``IterableDataset``) resume on data hosts, whose workers read the finished batches again.
+    This requires the same ``num_workers``, batch size and number of ranks. Other streams restart, with a warning,
+    unless their loader is stateful, like torchdata's.
 
-    With another number of ranks, an epoch resumes if its samples come from the ``DistributedSampler`` that Lightning
-    inserts.
+    With a different number of ranks, an epoch resumes if its samples come from the ``DistributedSampler`` that
+    Lightning inserts.
 
-    ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
+    ``SageMakerCLI`` and ``SageMakerTrainer`` add this callback to every job.
     """
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ class LocalPosition(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reset state that an earlier run of the Trainer loaded, and hook into the start of the training loaders.
 
-        Lightning starts to iterate over the training loaders before it calls any other hook of callbacks. Right before,
-        it loads the states of stateful loaders: this callback then sets the positions of the others.
+        Lightning starts to iterate over the training loaders before it calls any other callback hook. Right before
+        that, it loads the states of stateful loaders, and this callback sets the positions of the other loaders.
         """
         self._loaded = None
         if stage == "fit":
@@ -83,7 +83,7 @@ class LocalPosition(Callback):
         """Save the random states of all ranks; a collective call, except on a rank that has failed and saves alone."""
         if self._step_state is None:
             return
-        # Between two steps, Lightning has fetched no batch ahead, unless the length is unknown.
+        # Between two steps, Lightning has fetched no batch ahead, unless the loaders' length is unknown.
         fetcher, progress = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop.batch_progress.current
         is_between = fetcher is not None and fetcher.length is not None and progress.ready == progress.processed
         if not trainer.validating and (is_between or not self._loads_in_process):
@@ -120,8 +120,8 @@ class LocalPosition(Callback):
         """Set the progress and the random numbers of a resumed run to its position."""
         fit_loop = trainer.fit_loop
         if self._num_done is None and _num_done_in_epoch(fit_loop) is not None:
-            # Code read ``estimated_stepping_batches``, so iteration started before Lightning restored the progress:
-            # start again.
+            # Code read ``estimated_stepping_batches``, so iteration started before Lightning restored the progress.
+            # Start it again.
             fit_loop._load_combined_loader_states()
             iter(fit_loop._data_fetcher)
         if self._num_done is None:
@@ -134,8 +134,8 @@ class LocalPosition(Callback):
         self._loads_in_process = any(
             isinstance(loader, DataLoader) and loader.num_workers == 0 for loader in _all_loaders(trainer)
         )
-        # After a resume at the end of an epoch, Lightning has the previous epoch here. It would reload the loaders, and
-        # they would start over with the order of epoch 0.
+        # After a resume at the end of an epoch, Lightning has the number of the previous epoch here. With it, Lightning
+        # would reload the loaders, which would start over with the order of epoch 0.
         fit_loop._last_train_dl_reload_epoch = trainer.current_epoch
         if step_state is not None:
             RandomState.of(step_state).restore()
@@ -145,24 +145,24 @@ class LocalPosition(Callback):
         # for the next epoch.
         is_at_end = epoch_loop.restarted_on_train_batch_end and epoch_loop.batch_progress.is_last_batch
         if is_at_end and fit_loop.restarted_mid_epoch and trainer.num_training_batches == math.inf:
-            # Restart Lightning's count: without a length, it would continue the old one.
+            # Restart Lightning's count of batches, which would otherwise continue without a length.
             _set_num_done(epoch_loop, 0)
         is_within = (fit_loop.restarted_mid_epoch and not is_at_end) or fit_loop.restarted_on_epoch_end
-        # If the limit of batches was higher before, and more batches are done, Lightning restarts the epoch.
+        # If an earlier, higher limit let more batches finish than this run allows, Lightning restarts the epoch.
         is_beyond = self._num_done is not None and self._num_done >= trainer.num_training_batches
         if is_resumed and (is_beyond or not is_within):
-            # A new epoch starts, but its orders were drawn before any hook could restore the random state: draw again.
+            # A new epoch starts, but its orders were drawn before any hook could restore the random state. Draw again.
             vars(fit_loop)["advance"] = partial(self._begin_epoch, trainer)
         self._step_state = RandomState.now()
 
     def _begin_epoch(self, trainer: Any) -> None:
-        """Restart the iterators after the hooks that start the epoch, where an uninterrupted run starts them, too."""
+        """Restart the iterators after the hooks at the start of the epoch, when an uninterrupted run starts them."""
         vars(trainer.fit_loop).pop("advance")
         _restart_iterators(trainer, self._loaders)
         trainer.fit_loop.advance()
 
     def _saved(self, trainer: Trainer, rank: int | None = None) -> dict[str, Any]:
-        """Return the saved state of a rank (by default, this one), or of another if fewer ranks saved; else {}."""
+        """Return the saved state of a rank (by default, this one), or of another rank if fewer saved; else {}."""
         ranks: list[dict[str, Any]] = [{}] if self._loaded is None else self._loaded["ranks"]
         return ranks[(trainer.global_rank if rank is None else rank) % len(ranks)]
 
@@ -182,15 +182,16 @@ class LocalPosition(Callback):
 
         Args:
             trainer: The Trainer.
-            num_done: Batches of the epoch on which each rank of the checkpoint has trained.
+            num_done: Number of the epoch's batches on which each rank had trained when the checkpoint was saved.
 
         Returns:
             The corresponding number of batches for each rank of this run.
 
         Raises:
-            ResumeError: This run has other ranks, and the rest of the epoch is unknown.
+            ResumeError: The ranks have changed, and the rest of the epoch is unknown.
         """
-        # Silence Lightning's warning: this method positions the loaders, or warns about each that it cannot position.
+        # Silence Lightning's warning: this method positions the loaders, or warns about each loader that it cannot
+        # position.
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         loaders, now = _all_loaders(trainer), _shares(trainer)
         saved = (self._loaded or {}).get("shares", ()) if num_done else ()
@@ -199,7 +200,7 @@ class LocalPosition(Callback):
             before = now
         now_done = _converted(num_done, loaders, before, now)
         is_changed = any(None not in (old, new) and old != new for old, new in zip(before, now, strict=True))
-        # Samplers that split one order between ranks draw the same numbers on each, so use the state of rank 0.
+        # Samplers that split one order between ranks draw the same numbers on each rank, so use the state of rank 0.
         states = self._restore_orders(trainer, 0 if is_changed else None)
         is_cycle = trainer.fit_loop._combined_loader._mode == "max_size_cycle"
         resumed = []
@@ -232,8 +233,8 @@ class LocalPosition(Callback):
     ) -> None:
         """Record the random state after a step if anything may draw from it before a checkpoint is saved.
 
-        The next batch draws from it if this process loads it. A validation draws from it before any of its hooks runs,
-        and a resumed run repeats an interrupted validation.
+        If this process loads the next batch, loading draws from this state. A validation draws from the state before
+        any validation hook runs, and a resumed run repeats an interrupted validation.
         """
         if self._loads_in_process or trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
             self._step_state = RandomState.now()
@@ -248,9 +249,10 @@ class LocalPosition(Callback):
         self._step_state = RandomState.now()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the samplers back into the loaders; if the fit had already ended and did not train, restore its state.
+        """Put the loaders' own samplers back; if the fit had already ended and did not train, restore the fit's state.
 
-        The script then continues as after the earlier fit. For ``predict``, Lightning rebuilds a loader from its parts.
+        With the restored state, the script continues as after the earlier fit. The samplers must be back for
+        ``predict``, because Lightning then rebuilds a loader from its parts.
         """
         step_state = None
         if self._loaded is not None:
@@ -269,7 +271,7 @@ class LocalPosition(Callback):
 
 
 def _end_restart(trainer: Any) -> None:
-    """Clear the restart state of Lightning's loops, as they do themselves after a step."""
+    """Clear the restart state of Lightning's loops, as the loops themselves do after a step."""
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop in (trainer.fit_loop, epoch_loop, epoch_loop.val_loop):
         loop.on_iteration_done()
@@ -301,8 +303,9 @@ def _recorded(trainer: Trainer) -> _Loaders:
 def _saved_order(trainer: Trainer, loader: DataLoader[Any], order: _RecordedOrder | None) -> dict[str, Any]:
     """Return the position of a loader, as values that ``torch.load(weights_only=True)`` accepts.
 
-    These are the states with which it drew its order, and its generator's state. For a loader with workers on data
-    hosts, they include the position of its iterator, and the batch of the epoch with which the iterator started.
+    The position consists of the random states with which the loader drew its order, and its generator's state. For a
+    loader with workers on data hosts, it includes the position of the iterator, and the batch of the epoch with which
+    the iterator started.
     """
     drawn_with, generator = (None, None) if order is None else order.drawn()
     iterator = _iterator_of(trainer, loader)
@@ -338,7 +341,7 @@ def _num_done_in_cycle(loader: DataLoader[Any], num_done: int) -> int:
 
 
 def _restart_iterators(trainer: Any, loaders: _Loaders) -> None:
-    """Restart the iterators of loaders, which started before any hook, and before ``set_epoch`` of the samplers.
+    """Restart the iterators of loaders, which started before any hook and before the samplers' ``set_epoch`` ran.
 
     Do not restart the iterators of other loaders: a stream may be readable only once, and a stateful loader has just
     loaded its state.
@@ -365,7 +368,7 @@ class _Share:
 
     Attributes:
         num_ranks: Number of ranks with different samples.
-        batch_size: Samples per batch of a rank; None if a batch sampler of the user decides.
+        batch_size: Number of samples in a rank's batch; None if the user's batch sampler decides.
         sampler: Class name of the sampler.
         is_split: Whether the sampler is a DistributedSampler, which splits one order between the ranks.
         num_workers: Workers per rank for a stream on data hosts, else 0.
@@ -384,7 +387,7 @@ class _Share:
 
 
 def _shares(trainer: Any) -> list[_Share | None]:
-    """Return how ranks share the data of each training loader; None if unknown, or if it cannot be resumed here."""
+    """Return how ranks share each training loader's data; None if unknown, or if the loader cannot resume here."""
     return [_share_of(trainer, loader) for loader in _all_loaders(trainer)]
 
 
@@ -443,7 +446,7 @@ def _converted(num_done: int, loaders: list[Any], before: list[_Share | None], n
 
 
 def _divided(num_done: int, name: str, old: _Share, new: _Share) -> tuple[int, int]:
-    """Convert finished batches from an old to a new share; return them, and the number of samples that repeat."""
+    """Convert a number of finished batches from an old to a new share; return it and the number of repeated samples."""
     saved = f"The checkpoint was saved after batch {num_done} of an epoch over {name}, on {old.ranks}"
     remedy = "or from a checkpoint at the end of an epoch."
     if old.num_workers or new.num_workers:
@@ -481,8 +484,9 @@ class _DrawnWith(NamedTuple):
     """The random states with which a sampler drew an order.
 
     Attributes:
-        at_iter: The state before ``__iter__``, in which some samplers draw.
-        at_first: The state before the first item, when samplers draw whose ``__iter__`` is a generator function.
+        at_iter: The state before the call of ``__iter__``, during which some samplers draw.
+        at_first: The state before the request for the first item, during which samplers draw if ``__iter__`` is a
+            generator function.
     """
 
     at_iter: RandomState
@@ -490,7 +494,7 @@ class _DrawnWith(NamedTuple):
 
 
 class _RecordedOrder:
-    """A wrapper of a loader's sampler that records the random states with which it draws an order, and can skip items.
+    """A wrapper for a loader's sampler that records the random states with which it draws an order, and can skip items.
 
     All other attributes are delegated to the sampler: Lightning and users read some of them, such as ``sampler``.
     """
@@ -579,8 +583,8 @@ class _RecordedOrder:
 
 
 def _set_sampler(loader: Any, sampler: Any) -> None:
-    # DataLoader forbids setting the sampler, because iterators keep the old one (with persistent workers, forever). Set
-    # it in the iterator, too.
+    # DataLoader forbids setting the sampler, because iterators keep the old one (forever, if workers are persistent).
+    # So set the new one in the iterator, too.
     object.__setattr__(loader, "sampler" if loader.batch_sampler is None else "batch_sampler", sampler)
     if loader._iterator is not None:
         loader._iterator._index_sampler = sampler

@@ -29,30 +29,30 @@ logger = logging.getLogger(__name__)
 
 _KEY = "lightning_sm.mid_epoch"
 _HOOK = "on_train_epoch_start"
-# Lightning's callbacks that change state at the start of an epoch which the checkpoint does not save.
+# Lightning's callbacks that, at the start of an epoch, change state that checkpoints do not include.
 _TO_REPEAT = (GradientAccumulationScheduler, StochasticWeightAveraging)
 _SEARCHES = (BatchSizeFinder, LearningRateFinder)
 _NOT_USERS = ("lightning_sm", "pytorch_lightning", "lightning")
 
 
 class MidEpoch(UnlistedCallback):
-    """A callback that restores the state of an epoch in progress when training resumes within it.
+    """A callback that restores the state of an epoch in progress when training resumes within that epoch.
 
     It calls ``on_train_epoch_start`` of the LightningModule and the callbacks again. Lightning does not, so anything
-    they set (a curriculum, or the number of batches over which gradients accumulate) would be missing for the rest of
-    the epoch. The hooks run with the random state of the epoch's start, and with the callbacks' states of that moment,
-    but with the weights and buffers of the checkpoint. Their changes to state that the checkpoint restores are undone,
-    because the checkpoint already has them.
+    that these hooks set (a curriculum, or the number of batches over which gradients accumulate) would be missing for
+    the rest of the epoch. The hooks run with the random state and the callbacks' states from the start of the epoch,
+    but with the weights and buffers of the checkpoint. If the hooks change state that the checkpoint restores, these
+    changes are undone, because the checkpoint already includes them.
 
     In a restart of the same job, parameters that were frozen or unfrozen since the training began
     (``BackboneFinetuning``) are frozen or unfrozen again: Lightning restores the optimizer's groups, but not
     ``requires_grad``.
 
     Checkpoints include gradients that accumulate over several batches, and ``trainer.callback_metrics``. They do not
-    include the values that ``self.log`` and the LightningModule's metrics have collected during the epoch; the callback
-    logs this.
+    include the values that ``self.log`` and the LightningModule's metrics have collected during the epoch; a log
+    message says so.
 
-    It must be the first of a Trainer's callbacks that draws random numbers. ``SageMakerCLI`` and ``SageMakerTrainer``
+    Of a Trainer's callbacks that draw random numbers, this must be the first. ``SageMakerCLI`` and ``SageMakerTrainer``
     add it to every job.
     """
 
@@ -66,7 +66,7 @@ class MidEpoch(UnlistedCallback):
         self._is_restart = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Reset state that an earlier run of the Trainer loaded: a test, or a fit that failed before it trained."""
+        """Reset state loaded by an earlier run of the Trainer, such as a test, or a fit that failed before training."""
         self._loaded, self._is_restart = None, False
         if stage == "fit":
             self._started = None
@@ -132,7 +132,7 @@ class MidEpoch(UnlistedCallback):
                 on_advance_start()
                 return
             on_advance_start()
-            # Compare epochs: Lightning mistakes a checkpoint of an epoch's last batch for one within the next epoch.
+            # Compare epochs: Lightning mistakes a checkpoint after an epoch's last batch for one within the next epoch.
             is_same_epoch = loaded.get("epoch") == trainer.current_epoch
             self._repeat_start(trainer, loaded["callbacks"] if is_same_epoch else {}, own if is_same_epoch else {})
             if is_same_epoch and trainer.is_global_zero:
@@ -159,7 +159,7 @@ class MidEpoch(UnlistedCallback):
         self._started = _EpochStart(trainer.current_epoch, RandomState.now(), deepcopy(states))
 
     def _repeat_start(self, trainer: Any, states: dict[str, Any], own: dict[str, Any]) -> None:
-        """Call ``on_train_epoch_start`` of the LightningModule and of the callbacks in ``_is_to_repeat``.
+        """Call ``on_train_epoch_start`` of the LightningModule and the callbacks for which ``_is_to_repeat`` is true.
 
         Args:
             trainer: The Trainer.
@@ -189,7 +189,7 @@ class MidEpoch(UnlistedCallback):
 
 @dataclass(frozen=True)
 class _EpochStart:
-    """The state in which the hooks at the start of an epoch run.
+    """The state with which the hooks at the start of an epoch run.
 
     Attributes:
         epoch: The epoch.
@@ -203,13 +203,13 @@ class _EpochStart:
 
 
 def _restore_metrics(trainer: Any, saved: dict[str, Any]) -> None:
-    """Restore ``trainer.callback_metrics``, such as the last validation's, without computing the epoch's metrics."""
+    """Restore ``trainer.callback_metrics``, such as those of the last validation, without computing the epoch's."""
     for name, value in saved.get("callback_metrics", {}).items():
         trainer._logger_connector._callback_metrics[name] = value.to(trainer.strategy.root_device, copy=True)
 
 
 def _is_to_repeat(callback: Callback) -> bool:
-    """Return whether a callback changes state at the start of an epoch that the checkpoint does not restore."""
+    """Return whether a callback, at the start of an epoch, changes state that the checkpoint does not restore."""
     return isinstance(callback, _TO_REPEAT) or (_is_users(callback) and not isinstance(callback, _SEARCHES))
 
 

@@ -33,26 +33,27 @@ MODEL_CHECKPOINT = "model.ckpt"
 MODEL_STATE_DICT = "state_dict.pt"
 MODEL_CONFIG = "config.yaml"
 
-# Largest checkpoint that a stopped job exports while its checkpoint is uploaded: at 100 MB/s, 15 s of its 120 s.
+# Size of the largest checkpoint that a stopped job exports while its checkpoints are uploaded. At 100 MB/s, the export
+# takes 15 s of the 120 s that the job has left.
 _STOP_BYTES = 1_500_000_000
 
 
 class JobOutputs(UnlistedCallback):
     """A callback that sets the folders of ``ModelCheckpoint`` callbacks, and exports the best model after ``fit``.
 
-    Rank 0 writes three files to the model directory: ``model.ckpt`` (the full checkpoint, for
-    ``load_from_checkpoint`` and resuming), ``state_dict.pt`` (the plain weights, for ``load_state_dict`` without
-    Lightning) and ``config.yaml`` (the resolved configuration). If the checkpoint is sharded, ``model.ckpt`` is a
-    folder: each host writes the files that it has, and there is no ``state_dict.pt``; the log shows the command that
-    makes one. Set ``LIGHTNING_SM_MODEL`` to leave out ``model.ckpt`` (unless it is a folder) or everything.
+    Rank 0 writes three files to the model directory: ``model.ckpt`` (the full checkpoint, for ``load_from_checkpoint``
+    and resuming), ``state_dict.pt`` (the plain weights, for ``load_state_dict`` without Lightning) and ``config.yaml``
+    (the resolved configuration). If the checkpoint is sharded, ``model.ckpt`` is a folder, to which each host writes
+    the files that it has. There is then no ``state_dict.pt``, but the log shows the command that makes one. Set
+    ``LIGHTNING_SM_MODEL`` to leave out ``model.ckpt`` (unless it is a folder) or everything.
 
     All ranks wait for the export, because SageMaker's local mode stops all hosts as soon as the first one exits. They
-    do not wait in a collective call: if copying the model took longer than its timeout, the job would fail.
+    do not wait in a collective call: if copying the model took longer than the call's timeout, the job would fail.
 
     A job that is interrupted or stopped saves its checkpoint first, and then exports its best model so far.
 
     Args:
-        job: The job with its folders.
+        job: The job, whose folders are used.
         config: The resolved configuration as YAML. If None, ``config.yaml`` is not written.
 
     Raises:
@@ -70,7 +71,8 @@ class JobOutputs(UnlistedCallback):
         """Set the folders again, because ``configure_callbacks`` may have added callbacks."""
         self.route_checkpoints(trainer)
         if self._job.checkpoint_dir is not None:
-            # Ignore the warning: the folder always holds the record of the run, and after a restart its checkpoints.
+            # Ignore the warning, because the folder always holds the run's record and, after a restart, the run's
+            # checkpoints.
             folder = re.escape(str(self._job.checkpoint_dir))
             warnings.filterwarnings("ignore", rf"Checkpoint directory {folder}(/.*)? exists and is not empty")
 
@@ -101,7 +103,7 @@ class JobOutputs(UnlistedCallback):
         base = self._job.base_dir.resolve()
         target = self._job.checkpoint_dir or self._job.host_output_dir
         is_jobs = folder.is_relative_to(target.resolve()) or (folder.is_relative_to(base) and base not in here.parents)
-        # Keep all folders if the working directory is the root: those that were relative cannot be told apart there.
+        # Keep all folders if the working directory is the root, because all absolute folders are below it, too.
         if "://" in dirpath or is_jobs or not folder.is_relative_to(here) or here == Path(here.anchor):
             return dirpath
         moved = str(target / folder.relative_to(here))
@@ -143,7 +145,7 @@ class JobOutputs(UnlistedCallback):
 
     @staticmethod
     def _best_checkpoints(trainer: Trainer) -> Iterator[str]:
-        """Yield each callback's best checkpoint if this host can read it, starting with those that monitor a metric."""
+        """Yield each callback's best checkpoint if this host can read it, first for callbacks that monitor a metric."""
         callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         for callback in sorted(callbacks, key=lambda callback: callback.monitor is None):
             best = callback.best_model_path
@@ -155,9 +157,10 @@ class JobOutputs(UnlistedCallback):
                 logger.warning("The best checkpoint %s does not exist: exporting another one.", best)
 
     def _export(self, trainer: Trainer, checkpoint: str) -> None:
-        """Export this host's part of a checkpoint: on rank 0, a single file; on each host, the shards of its ranks."""
+        """Export a checkpoint: from rank 0 if it is a single file, or from each host the shards of the host's ranks."""
         folder = Path(checkpoint)
-        # Rank 0 writes the index. If another host has it, too, both have downloaded all files, and rank 0 exports them.
+        # Rank 0 writes the index. If another host has the index, too, both hosts have downloaded all files, and rank 0
+        # exports them.
         has_own_shards = trainer.local_rank == 0 and folder.is_dir() and not has_index(folder)
         if not (trainer.is_global_zero or has_own_shards):
             return
@@ -180,7 +183,7 @@ class JobOutputs(UnlistedCallback):
         if not isinstance(filesystem, LocalFileSystem):
             file = incoming
             filesystem.get(address, str(incoming))
-        # mmap avoids reading the rest, such as optimizer states, but needs a zip archive (of torch.save).
+        # mmap avoids reading the rest, such as optimizer states, but needs a zip archive, as torch.save writes it.
         # weights_only=False is safe because this job wrote the file; hyperparameters in it may be of any type.
         weights = torch.load(file, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(file))["state_dict"]
         torch.save(weights, self._incoming(MODEL_STATE_DICT))
@@ -192,7 +195,7 @@ class JobOutputs(UnlistedCallback):
         incoming.unlink(missing_ok=True)  # if model.ckpt is left out
 
     def _export_shards(self, folder: Path) -> None:
-        """Export the files of this host: SageMaker merges the model directories of all hosts."""
+        """Export this host's files; SageMaker merges the model directories of all hosts."""
         incoming = self._incoming(MODEL_CHECKPOINT)
         if folder != incoming:
             remove_folder(incoming)
@@ -229,7 +232,7 @@ class JobOutputs(UnlistedCallback):
         os.replace(incoming, target)
 
     def _incoming(self, name: str) -> Path:
-        """Return the temporary path of a file, so that a kill during the export does not leave a truncated model."""
+        """Return the temporary path for a file, so that a kill during the export does not leave a truncated model."""
         return self._model_dir / f".{name}.incoming"
 
 

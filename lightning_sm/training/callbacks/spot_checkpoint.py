@@ -48,7 +48,7 @@ _CHECK_EVERY_S = 1.0
 _NAME = re.compile(r"interrupted-epoch=(?P<epoch>\d+)-step=(?P<step>\d+)\.ckpt")
 
 
-class TrainingInterrupted(SystemExit):  # not an error: the interpreter exits with its code
+class TrainingInterrupted(SystemExit):  # not an error: the interpreter exits with the exception's code
     """The exception that all ranks raise at the same step, after the checkpoint has been saved."""
 
 
@@ -84,18 +84,18 @@ class SpotCheckpoint(Checkpoint):
     143. A collective call inside the handler, as in Lightning itself, deadlocks whenever the signal reaches the ranks
     at different moments (Lightning issue 20806).
 
-    The checkpoint is always of a completed step. If a validation was interrupted, the resumed run repeats it from the
-    start, with the same weights. With automatic optimization, training continues until the gradients of a step are
-    complete.
+    The checkpoint always holds the state after a completed step. If a validation was interrupted, the resumed run
+    repeats it from the start, with the same weights. With automatic optimization, training continues until the
+    gradients of a step are complete.
 
-    ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job. If the job has no checkpoint directory, the
-    checkpoint is saved next to the logs.
+    ``SageMakerCLI`` and ``SageMakerTrainer`` add this callback to every job. If the job has no checkpoint directory,
+    the checkpoint is saved next to the logs.
 
     Args:
         dirpath: Folder for the checkpoint.
 
     Attributes:
-        saved: The checkpoint of the interruption, once all ranks have saved it.
+        saved: The checkpoint of the interruption; None until all ranks have saved it.
     """
 
     def __init__(self, dirpath: str | Path) -> None:
@@ -120,12 +120,12 @@ class SpotCheckpoint(Checkpoint):
         self._saved_at_step_end: tuple[int, int] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Install the signal handlers, which stay after the run, so that a late signal does not disrupt its end."""
+        """Install the signal handlers, which stay so that a late signal does not disrupt the end of the run."""
         self._owner = os.getpid()
         self._is_fit = stage == "fit"
         self._run = _Run.TRAINING if self._is_fit else _Run.EVALUATION
-        # Children of Lightning must exit with 0: otherwise, Lightning kills local rank 0, or the parent of spawned
-        # workers (ddp_spawn) raises an error.
+        # Processes that Lightning started must exit with code 0. Otherwise, Lightning kills local rank 0, or the parent
+        # of spawned workers (ddp_spawn) raises an error.
         self._is_worker = isinstance(trainer.strategy.launcher, MultiProcessingLauncher)
         is_child = self._is_worker or RankStart.detect(os.environ, os.getppid()).launcher is RankStarter.LIGHTNING
         self._exit_code = 0 if is_child else INTERRUPTED_EXIT_CODE
@@ -140,10 +140,10 @@ class SpotCheckpoint(Checkpoint):
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._on_signal)
         self._process = announce()
-        # Lightning 2.6 broadcasts in every step whether its SIGTERM handler was called on rank 0. Skip this: our
-        # handler replaces Lightning's.
+        # Lightning 2.6 broadcasts in every step whether its SIGTERM handler was called on rank 0. Skip the broadcast,
+        # because our handler replaces Lightning's.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        # Lightning calls this method before our SIGTERM handler; its version would make a collective call.
+        # Lightning calls this method before our SIGTERM handler; Lightning's own version would make a collective call.
         trainer._signal_connector._sigterm_notifier_fn = self._on_signal  # type: ignore[method-assign,assignment]
 
     def _resume(self, trainer: Any) -> None:
@@ -165,14 +165,14 @@ class SpotCheckpoint(Checkpoint):
     def _on_signal(self, signum: int, _frame: object) -> None:
         if os.getpid() != self._owner:
             # A forked child has inherited this handler. Restore the default action, or Process.terminate() would have
-            # no effect on it, and the interpreter would wait forever for multiprocessing's daemon processes.
+            # no effect on the child, and the interpreter would wait forever for multiprocessing's daemon processes.
             if signum == signal.SIGTERM:
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
             return
-        # Exit at once if another host has failed: this rank can no longer save, as its next collective call would hang.
-        # Between runs, nothing reads the flag that this handler sets: let the script continue after the first signal,
-        # and exit at SIGTERM after that.
+        # Exit at once if another host has failed: this rank can no longer save, because its next collective call would
+        # hang. Between runs, nothing reads the flag that this handler sets. So let the script continue after the first
+        # signal, and exit at a later SIGTERM.
         is_repeated = signum == signal.SIGTERM and self._signalled_at is not None
         are_peers_gone = self._process is not None and self._process.are_peers_gone()
         if are_peers_gone or self._run is _Run.EVALUATION or (self._run is _Run.NONE and is_repeated):
@@ -182,17 +182,17 @@ class SpotCheckpoint(Checkpoint):
             raise TrainingInterrupted(self._exit_code)
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
-            # Do not use a logger: the signal may arrive while the main thread holds its lock.
+            # Do not use a logger: the signal may arrive while the main thread holds the logger's lock.
             os.write(2, f"{signal.Signals(signum).name}: {self._run.value}\n".encode())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make Lightning resume correctly before the first batch of an epoch."""
+        """Make Lightning resume correctly from a checkpoint before the first batch of an epoch."""
         epoch_loop = trainer.fit_loop.epoch_loop
         if trainer.fit_loop.restarted_mid_epoch and epoch_loop.batch_progress.current.ready == 0:
             epoch_loop.restarting = False  # otherwise, Lightning would validate or end the epoch, as after a step
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that no further step follows at which the ranks could stop."""
+        """Note that the ranks can no longer stop, because no further step follows."""
         self._run = _Run.ENDING
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -217,7 +217,7 @@ class SpotCheckpoint(Checkpoint):
             self._stop_if_signalled(trainer, _SavedMoment.STEP_START)
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
-        """Record the states of stateful loaders, once a stop is certain."""
+        """Record the states of stateful loaders as soon as a stop is certain."""
         if self._is_stopping:
             self._loader_states.append(trainer.fit_loop._combined_loader._state_dicts())
 
@@ -239,7 +239,7 @@ class SpotCheckpoint(Checkpoint):
             self._can_stop_in_validation = True
             return
         loaders = trainer.fit_loop.epoch_loop.val_loop._combined_loader.flattened
-        # The length of a stream is not reliable: it may end earlier.
+        # The length of a stream is not reliable, because the stream may end earlier.
         has_streams = any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders)
         num_batches = trainer.num_val_batches
         is_different = num_batches != trainer.strategy.broadcast(num_batches)
@@ -269,8 +269,8 @@ class SpotCheckpoint(Checkpoint):
         self._is_stopping = num_signalled > 0
         if not self._is_stopping:
             return
-        # At the start of a step, stateful loaders have already yielded its batch, but the checkpoint needs their states
-        # from before that: continue until these are recorded.
+        # At the start of a step, stateful loaders have already yielded the step's batch, but the checkpoint needs their
+        # earlier states. Continue until these are recorded.
         needs_states = moment is _SavedMoment.STEP_START and any(trainer.fit_loop._combined_loader._state_dicts())
         if needs_states and len(self._loader_states) <= _num_prefetched(trainer):
             return
@@ -280,8 +280,9 @@ class SpotCheckpoint(Checkpoint):
         else:
             self._save(trainer, moment)
         if self._is_worker:
-            # Terminate the parent of the workers, which would wait for their results forever. It has no handlers, and
-            # all of its state is saved. As it exits, it sends SIGINT to the workers: ignore it, as they exit anyway.
+            # Terminate the workers' parent process, which would wait for their results forever. It has no handlers, and
+            # all of its state is saved. As the parent exits, it sends SIGINT to the workers, which ignore it because
+            # they exit anyway.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             if trainer.local_rank == 0:
                 os.kill(os.getppid(), signal.SIGTERM)
@@ -299,8 +300,8 @@ class SpotCheckpoint(Checkpoint):
 
     def _save(self, trainer: Trainer, moment: _SavedMoment) -> None:
         if moment is _SavedMoment.VALIDATION:
-            # WeightAveraging has swapped weights for the validation. Swap them back, or the averaged weights would be
-            # saved as the current ones.
+            # WeightAveraging has swapped in the averaged weights for the validation. Swap them out, or they would be
+            # saved as the current weights.
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, WeightAveraging):
                     callback.on_validation_epoch_end(trainer, trainer.lightning_module)
@@ -327,8 +328,8 @@ class SpotCheckpoint(Checkpoint):
     def _already_saved(self, trainer: Any) -> Path | None:
         """Return the checkpoint that a ``ModelCheckpoint`` has just saved in ``dirpath`` at this moment, or None.
 
-        Saving a second one would cost time before SIGKILL. The first one is used only if nothing has changed since:
-        neither hooks and schedulers that run after the save, nor the states of stateful loaders.
+        Saving a second checkpoint would cost time before SIGKILL. The first one is used only if nothing can have
+        changed since it was saved, neither through hooks and schedulers that run later, nor in stateful loaders.
         """
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
         model = trainer.lightning_module
@@ -353,15 +354,15 @@ class SpotCheckpoint(Checkpoint):
         return path
 
     def _note_saved(self, trainer: Trainer, files: list[Path]) -> None:
-        """Tell the launcher that this host is ready to exit, and which files of the checkpoint it has."""
+        """Tell the launcher that this host is ready to exit, and which of the checkpoint's files it has."""
         if self._process is not None and trainer.local_rank == 0:
             self._process.note_saved(files)
 
     def _remove_older_than(self, step: int, epoch: int) -> None:
-        """Remove all older checkpoints except the latest of them, because the new one may not be uploaded yet.
+        """Remove all older checkpoints except the latest, because the new one may not be uploaded yet.
 
-        Their age is taken from their names: after a restart, file times are those of the download. Checkpoints beyond
-        this step are kept, because they come from another job, or from before a rollback.
+        The names determine which checkpoints are older, because after a restart, file times are those of the download.
+        Checkpoints beyond this step are kept, because they come from another job, or from before a rollback.
         """
         older = []
         for path in self._dirpath.glob("interrupted-*.ckpt"):
@@ -407,7 +408,7 @@ def _num_prefetched(trainer: Any) -> int:
 
 
 def _rewind_to_epoch_start(loop: dict[str, Any]) -> None:
-    """Rewind the progress from the start of an epoch's first step to before its first batch."""
+    """Rewind the progress from the start of an epoch's first step to before the epoch's first batch."""
     progress = loop["epoch_loop.batch_progress"]
     for count in (progress["total"], progress["current"]):
         count["ready"] -= 1
@@ -419,8 +420,8 @@ def _rewind_to_epoch_start(loop: dict[str, Any]) -> None:
 def _rewind_to_step_end(loop: dict[str, Any]) -> None:
     """Rewind the progress from the start of a step to the end of the previous one.
 
-    From there, Lightning resumes without validating, stepping schedulers or counting twice. It cannot resume correctly
-    from the start of a step.
+    From the end of a step, Lightning resumes without validating, stepping schedulers or counting twice. From the start
+    of a step, it cannot resume correctly.
     """
     progress = loop["epoch_loop.batch_progress"]
     for count in (progress["total"], progress["current"]):
@@ -431,7 +432,7 @@ def _rewind_to_step_end(loop: dict[str, Any]) -> None:
 
 
 def _rewind_to_validation_start(loop: dict[str, Any]) -> None:
-    """Rewind the progress from anywhere in a validation to before its first batch, so that it is repeated."""
+    """Rewind the progress from anywhere in a validation to before its first batch, to repeat the whole validation."""
     progress = loop["epoch_loop.val_loop.batch_progress"]
     total = progress["total"]
     current = progress["current"]

@@ -35,11 +35,12 @@ class DurableCheckpointIO(UnlistedCheckpointIO):
     """A wrapper that makes a CheckpointIO write under names that SageMaker's agent ignores, and renames complete files.
 
     SageMaker copies the checkpoint folder to S3 file by file whenever a file changes, so a file that is half written
-    could come back from S3 truncated after a restart. Lightning's strategies call the wrapper on rank 0, in any thread;
-    put it inside ``AsyncCheckpointIO``. Paths outside the folder are passed on to the wrapped CheckpointIO.
+    could come back from S3 truncated after a restart. Lightning's strategies call the wrapper on rank 0, in any thread.
+    The wrapper belongs inside ``AsyncCheckpointIO``. Paths outside the folder are passed on to the wrapped
+    CheckpointIO.
 
     When a host is taken away, the latest checkpoint may be only partly uploaded. So a checkpoint that Lightning removes
-    is kept until the next removal: while a job trains, the folder has at least two.
+    is kept until the next removal, so that the folder has at least two checkpoints while a job trains.
 
     Args:
         checkpoint_io: The wrapped CheckpointIO, which writes and reads the checkpoints.
@@ -121,8 +122,8 @@ class DurableCheckpointIO(UnlistedCheckpointIO):
 def make_durable(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     """Make a Trainer write its checkpoints in ``folder`` through ``DurableCheckpointIO``; a second call does nothing.
 
-    It wraps the innermost CheckpointIO, so that ``AsyncCheckpointIO`` and the user's wrappers stay in place. It also
-    removes unfinished checkpoints that a killed run left. Sharded strategies write without a CheckpointIO.
+    The innermost CheckpointIO is wrapped, so that ``AsyncCheckpointIO`` and the user's wrappers stay in place.
+    Unfinished checkpoints that a killed run left are removed. Sharded strategies write without a CheckpointIO.
     """
     outer: WrappingCheckpointIO | None = None
     inner: CheckpointIO | None = trainer.strategy.checkpoint_io
@@ -143,7 +144,7 @@ def make_durable(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def disk_errors_explained(what: str, folder: Path, intact: str) -> Iterator[None]:
-    """Replace an error of the block's writes with a CheckpointError that gives advice.
+    """Replace a disk error that the block raises with a CheckpointError that gives advice.
 
     Args:
         what: Name of what the block writes.

@@ -1,8 +1,8 @@
 """The identity of a script's fits, so that a script with several Trainers resumes each from the right checkpoint.
 
-A restarted script may not make all the Trainers again: it may skip one whose result exists. So a Trainer is identified
-by the place in the script that makes it, and the variables of the ``for`` loops and comprehensions around it. Only
-Trainers that share both are numbered.
+A restarted script may not make all the Trainers again, because it may skip one whose result exists. So a Trainer is
+identified by the place in the script that makes it, and by the variables of the ``for`` loops and comprehensions around
+that place. Only Trainers that share both are numbered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Fit:
     """A fit of a script.
 
     Attributes:
-        place: The script lines that made its Trainer, outermost first, and the variables of the loops around them.
+        place: The script lines that made the fit's Trainer, outermost first, and the variables of the loops around
+            them.
         repeat: Number of the Trainer among those made at this place, from 1.
         order: Number of the Trainer among all Trainers of the script, from 1.
         number: Number of the fit among the fits of its Trainer, from 1.
@@ -72,12 +73,13 @@ def may_resume(own: Fit, saved: Fit, of_job: Sequence[Fit], *, is_own_job: bool)
     """Return whether a fit may resume from a checkpoint, given the fit that saved it.
 
     Within a job, the script does not change, so the place of the Trainer decides. Since an earlier job, the script may
-    have been edited, which moves lines: then the order of the Trainers decides, unless a checkpoint has the same place.
+    have been edited, which moves lines. For its checkpoints, the order of the Trainers therefore decides, unless a
+    checkpoint has the same place.
 
     Args:
         own: The fit that is to resume.
         saved: The fit that saved the checkpoint.
-        of_job: The fits of all checkpoints of the job that saved it.
+        of_job: The fits of all checkpoints of the job that saved this checkpoint.
         is_own_job: Whether that job is the current job.
 
     Raises:

@@ -14,11 +14,12 @@ import torch
 def keep_checkpointed_state(trainer: Any) -> Iterator[None]:
     """Undo the block's changes to weights, buffers, optimizers and learning rate schedulers.
 
-    The weights are copied to the CPU, where loading the checkpoint has just needed more memory than that.
+    The weights are copied to the CPU's memory, which is large enough: loading the checkpoint has just needed more of
+    it.
     """
     model = trainer.lightning_module
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _is_writable(tensor)]
-    # Of a DTensor, copy the part that this rank holds.
+    # Of a DTensor, copy only the part that this rank holds.
     tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     optimizers = [(item, *_state_of(item)) for item in trainer.optimizers if isinstance(item, torch.optim.Optimizer)]

@@ -1,7 +1,8 @@
 """The search for the latest valid checkpoint, from which a restarted job resumes.
 
-Every host starts with all files of the job's checkpoint folder in S3. File times are those of the download, and users
-choose the names, so only contents count. The latest may be truncated, if its host was taken away during the upload.
+Every host starts with all files from the job's checkpoint folder in S3. File times are those of the download, and users
+choose the names, so only the contents of files count. The latest checkpoint may be truncated if its host was taken away
+during the upload.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ JOB_KEY = "lightning_sm.job"
 Gather = Callable[[Any], list[Any]]
 
 _SUFFIX = ".ckpt"
-# Files beside the shards that torch.distributed.checkpoint and Lightning write into a sharded checkpoint's folder.
+# Files that torch.distributed.checkpoint and Lightning write beside the shards into a sharded checkpoint's folder.
 _SHARDS_INDEX, _SHARDS_META = ".metadata", "meta.pt"
-# Written last into a DeepSpeed checkpoint's folder; holds the name of the subfolder with the files of the ranks.
+# The file that is written last into a DeepSpeed checkpoint's folder, and names the subfolder with the ranks' files.
 _DEEPSPEED_TAG = "latest"
 _DEEPSPEED_MAIN = re.compile(r"(zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
 
@@ -59,7 +60,7 @@ def newest_checkpoint(
     fit: Fit | None = None,
     gather: Gather = lambda own: [own],
 ) -> FoundCheckpoint | None:
-    """Find the valid checkpoint with the most progress; checkpoints of ``job`` take precedence over earlier jobs'.
+    """Find the valid checkpoint with the most progress; those of ``job`` take precedence over those of earlier jobs.
 
     Candidates are all ``*.ckpt`` files and folders (of torch.distributed.checkpoint and DeepSpeed) at any depth that
     are neither hidden nor unfinished. Hosts with the same files find the same checkpoint. A warning names each invalid
@@ -67,7 +68,7 @@ def newest_checkpoint(
 
     This function never runs code from a checkpoint. A file that holds objects, such as those in hyperparameters, is
     valid only if it names this job, or a job with the same S3 address, as its origin. Anyone who can write to the
-    folder can forge this: the check protects against files left there by accident.
+    folder can forge this name: the check only protects against files left there by accident.
 
     Args:
         folder: The checkpoint folder; it need not exist.
@@ -75,7 +76,7 @@ def newest_checkpoint(
             are invalid. If None, checkpoints of any job are valid.
         fit: The fit that is to resume; checkpoints of other fits are skipped. If None, checkpoints of any fit count.
         gather: Returns the values of all hosts that call this function at the same time, in the order of hosts, so that
-            they judge all their files together. By default, this host has all files.
+            they judge all their files together. By default, this host is assumed to have all files.
 
     Returns:
         The checkpoint, which may have a ``doubt``, or None if no checkpoint is valid.
@@ -111,10 +112,11 @@ class FoundCheckpoint:
     Attributes:
         path: The file, or the folder of a sharded checkpoint.
         progress: Counts of optimizer steps, epochs, and more (see ``_progress``); empty if unknown.
-        job: The ``job_facts`` of the job that wrote it. None if missing; a valid checkpoint then holds no objects.
-        fault: Why training cannot resume from it; None if it is valid.
-        doubt: Why it is unclear whether it belongs to the fit that is to resume; None if that is clear.
-        host: Number of the host that has read it, in the order of hosts.
+        job: The ``job_facts`` of the job that wrote the checkpoint; None if missing. A valid checkpoint without them
+            holds no objects.
+        fault: Why training cannot resume from the checkpoint; None if it is valid.
+        doubt: Why the checkpoint may not belong to the fit that is to resume; None if it clearly does.
+        host: Number of the host that has read the checkpoint, in the order of hosts.
     """
 
     path: Path
@@ -136,7 +138,7 @@ class FoundCheckpoint:
         return Fit.of((self.job or {}).get("fit"))
 
     def is_of(self, job: SageMakerJob | None) -> bool:
-        """Return whether an attempt of this job wrote it."""
+        """Return whether an attempt of this job wrote the checkpoint."""
         return job is not None and self.job is not None and self.job_name == job.name
 
 
@@ -145,7 +147,7 @@ class _UnusableError(Exception):
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
-    """Yield all ``*.ckpt`` except links: if the target of a link is inside the folder, the walk finds it anyway."""
+    """Yield all ``*.ckpt`` except links, because the walk finds any link target inside the folder anyway."""
     for parent, folders, files in os.walk(folder):
         checkpoints = [name for name in (*folders, *files) if name.endswith(_SUFFIX) and not name.startswith(".")]
         # Change the list in place: os.walk descends into the folders that remain in it, but not into links.
@@ -233,7 +235,7 @@ def _check_deepspeed(checkpoint: Mapping[str, Any], sizes: Mapping[str, int]) ->
 
 
 def _progress(checkpoint: Any) -> tuple[int, ...]:
-    """Return counts to compare checkpoints by: optimizer steps first, then counts that order checkpoints of a step."""
+    """Return the counts that order checkpoints: first optimizer steps, then counts that order those of one step."""
     if not isinstance(checkpoint, Mapping) or not {"global_step", "epoch", "loops"} <= checkpoint.keys():
         raise _UnusableError("is not a checkpoint of a Lightning Trainer")
     fit_loop = checkpoint["loops"]["fit_loop"]
@@ -243,7 +245,7 @@ def _progress(checkpoint: Any) -> tuple[int, ...]:
 
 
 def _fault_of_unknown(file: Path) -> str | None:
-    """Return the fault of a file that does not name its job: it must not hold objects, whose code would run."""
+    """Return the fault of a file that names no job; it must not hold objects, because their code would run."""
     try:
         torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -273,9 +275,9 @@ def _fault_of_another_job(facts: Mapping[str, Any], job: SageMakerJob) -> str | 
 
 
 def _best_of_each(readings: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
-    """Return the best reading of each path: valid, with the most progress, and from the first host.
+    """Return the best reading of each path: a valid one if any, then the most progress, then the first host's.
 
-    Hosts may have different files of the same name: all downloaded a file, and one host has since overwritten it.
+    Hosts may have different files of the same name if all of them downloaded a file, and one has since overwritten it.
     """
     best: dict[str, FoundCheckpoint] = {}
     for reading in readings:
@@ -286,7 +288,7 @@ def _best_of_each(readings: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
 
 
 def _of_fit(readings: Sequence[FoundCheckpoint], own: Fit, job: SageMakerJob | None) -> list[FoundCheckpoint]:
-    """Return the readings that belong to a fit; a checkpoint that names no fit belongs to any."""
+    """Return the readings that belong to a fit; a checkpoint that names no fit belongs to any fit."""
     kept = []
     for reading in readings:
         of_job = [other.fit for other in readings if other.job_name == reading.job_name and other.fit is not None]

@@ -1,4 +1,4 @@
-"""Reading pickles without running any code, neither from the file nor from the classes that it names.
+"""Reading pickles without running any code from the file or from the classes that it names.
 
 ``pickle.load`` and ``torch.load(weights_only=False)`` call whatever a file asks them to call. Here, each such call
 returns an inert object. Plain values (dicts, lists, numbers, strings) are read unchanged.

@@ -20,9 +20,10 @@ from lightning_sm.training.checkpoints.transfer import HostLeaders, on_every_hos
 
 logger = logging.getLogger(__name__)
 
-# Errors of code that does not find the fields it expects in a checkpoint.
+# Errors that code raises if it does not find the fields it expects in a checkpoint.
 _OTHER_FIELDS = (KeyError, IndexError, ValueError, TypeError, AttributeError)
-# Shorten torch's error, which lists each tensor of a large model: the advice must fit into the failure file, too.
+# Maximum length of torch's error, which lists each tensor of a large model. The advice must fit into the failure file,
+# too.
 _MAX_CHARS = 250
 
 
@@ -48,19 +49,19 @@ class CheckpointLoader:
 
     @classmethod
     def of(cls, trainer: Any, job: SageMakerJob) -> CheckpointLoader:
-        """Return the loader of a Trainer, and create it on the first call."""
+        """Return the loader for a Trainer, which the first call creates."""
         existing = getattr(trainer._checkpoint_connector.resume_start, "__self__", None)
         return existing if isinstance(existing, cls) else cls(trainer, job)
 
     def resume_from_latest(self, folder: Path, fit: Fit) -> None:
         """Let the current fit resume from the job's latest valid checkpoint; call it in a callback's ``setup``.
 
-        A checkpoint of an earlier attempt of this job takes precedence over the script's ``ckpt_path``: restarts from
-        ``ckpt_path`` would lose the progress of earlier attempts. ``ckpt_path`` takes precedence over a checkpoint of
-        another job with the same folder.
+        A checkpoint of an earlier attempt of this job takes precedence over the script's ``ckpt_path``, because
+        restarts from ``ckpt_path`` would lose the progress of earlier attempts. ``ckpt_path`` takes precedence over a
+        checkpoint of another job with the same folder.
 
-        The hosts choose the checkpoint here, because all ranks are connected and finders have not searched; in a
-        resumed fit, they must not search.
+        The hosts choose the checkpoint here, because all ranks are connected by now, and finders, which must not search
+        in a resumed fit, have not searched yet.
 
         Args:
             folder: The job's checkpoint folder.
@@ -112,7 +113,8 @@ class CheckpointLoader:
         """Replace the connector's methods that read the loaded checkpoint.
 
         Raises:
-            CheckpointMismatchError: The job chose the checkpoint, not the script, and it does not fit the script.
+            CheckpointMismatchError: The job, not the script, chose the checkpoint, and the checkpoint does not match
+                the script.
         """
         try:
             restore()
@@ -141,5 +143,5 @@ def _is_misfit(error: Exception) -> bool:
         return False
     if isinstance(error, _OTHER_FIELDS):
         return True
-    # For a mismatch, torch raises a plain RuntimeError, as for a GPU error: accept it only from load_state_dict.
+    # For a mismatch, torch raises a plain RuntimeError, as for a GPU error, so accept one only from load_state_dict.
     return isinstance(error, RuntimeError) and traceback.extract_tb(error.__traceback__)[-1].name == "load_state_dict"

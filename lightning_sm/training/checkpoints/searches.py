@@ -1,7 +1,8 @@
 """Results of ``LearningRateFinder`` and ``BatchSizeFinder``, which a resumed fit keeps instead of searching again.
 
-For a search, these callbacks train, and then load a temporary checkpoint from before. In a resumed fit, Lightning would
-mistake it for the fit's checkpoint, and start at step 0 with the weights of the interruption.
+For a search, these callbacks save a temporary checkpoint, train, and then load that checkpoint. In a resumed fit,
+Lightning would mistake this temporary checkpoint for the fit's, and start at step 0 with the weights of the
+interruption.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _RATE_NAMES = ("lr", "learning_rate")
 
 
 def save_searched(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Save the attributes that the Trainer's finders set in a checkpoint."""
+    """Save in a checkpoint the attributes that the Trainer's finders have set."""
     model = trainer.lightning_module
     values = {
         name: parsing.lightning_getattr(model, name) for _, name in _finders(trainer) if _is_attribute(model, name)
@@ -68,7 +69,7 @@ def restore_searched(trainer: Any, path: object, checkpoint: Mapping[str, Any]) 
 
 
 def _search_nothing(_trainer: Any, _pl_module: Any) -> None:
-    """Replace a finder's ``on_fit_start``."""
+    """Do nothing, in place of a finder's ``on_fit_start``."""
 
 
 def _finders(trainer: Any) -> Iterator[tuple[Any, str]]:

@@ -19,7 +19,7 @@ def install_shard_hooks(trainer: Trainer) -> None:
     """Make a sharded strategy remove checkpoints on every host, and remove an old checkpoint before overwriting it.
 
     Lightning removes checkpoints on rank 0 only, so the disks of the other hosts would fill up. And if a host is taken
-    away while a checkpoint such as last.ckpt is overwritten, it would silently mix shards of two steps.
+    away while a checkpoint such as last.ckpt is overwritten, the checkpoint would silently mix shards of two steps.
 
     Raises:
         StrategyError: The strategy cannot restore the optimizer from the shards that it writes, or cannot write to the
@@ -63,7 +63,8 @@ def _refuse_object_stores(trainer: Trainer) -> None:
 
 def _refuse_shards_of_replicas(strategy: Any) -> None:
     # Lightning calls torch's load_sharded_optimizer_state_dict, which spreads the state over all ranks even if only a
-    # group of them shards the model. Resumed runs silently had other momenta than the interrupted ones.
+    # group of them shards the model. The momenta of a resumed run would silently differ from those of the interrupted
+    # run.
     if strategy._state_dict_type == "sharded" and "HYBRID" in strategy.sharding_strategy.name:
         raise StrategyError(
             f"FSDPStrategy with sharding_strategy={strategy.sharding_strategy.name} restores a wrong state of the "

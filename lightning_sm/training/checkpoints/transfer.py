@@ -1,8 +1,8 @@
 """The transfer of checkpoints between hosts: files are sent to the hosts that lack them before the ranks load them.
 
 Hosts do not share a folder while a job runs. If a checkpoint is a file, only the host of rank 0 has it; if it is a
-folder, each host has the shards of its ranks. Files are sent over Gloo, whatever the training's backend is: this needs
-neither GPU memory nor an NCCL communicator.
+folder, each host has the shards of its ranks. Files are sent over Gloo, whatever backend training uses, because Gloo
+needs neither GPU memory nor an NCCL communicator.
 
 A host that cannot read or write a file raises an error, and the job fails.
 """
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PIECE_BYTES = 64 << 20
-# SMDDP does not work beside Gloo: with it, ranks load the files that their hosts have.
+# SMDDP does not work beside Gloo, so with SMDDP, ranks load the files that their hosts have.
 _WITHOUT_GLOO = "smddp"
 # Shards of torch.distributed.checkpoint; a host receives only the parts that its ranks read.
 _SHARD = ".distcp"
@@ -82,7 +82,7 @@ class HostLeaders:
         return values
 
     def by_host(self, of_ranks: Sequence[set[T]]) -> list[set[T]]:
-        """Join the sets of the ranks of each host."""
+        """Return the union of the ranks' sets for each host."""
         joined: list[set[T]] = [set() for _ in range(self.num_hosts)]
         for host, values in zip(self._hosts, of_ranks, strict=True):
             joined[host] |= values
@@ -129,7 +129,7 @@ def on_every_host(trainer: Any, path: Any, folder: Path, holder: int = 0) -> Ite
 
 
 class _Transfer:
-    """The files of a checkpoint, as a folder that holds links to this host's files, and the files it has received."""
+    """The files of a checkpoint, in a folder (the view) of links to this host's files and of files it has received."""
 
     def __init__(self, leaders: HostLeaders, path: Path, folder: Path, holder: int) -> None:
         self.view = folder / path.name
@@ -152,7 +152,7 @@ class _Transfer:
         return any(map(self._receivers, self._sources))
 
     def receive_files(self) -> None:
-        """Create the view: link this host's files, and receive missing files except shards; a call of the leaders."""
+        """Fill the view with links to this host's files and with missing files except shards; a call of the leaders."""
         shutil.rmtree(self._folder, ignore_errors=True)  # left by a process that was killed
         self._folder.mkdir(parents=True)
         for name, source in self._sources.items():
@@ -170,7 +170,7 @@ class _Transfer:
         Args:
             needed: For each host, the parts that its ranks read: names, offsets and lengths.
         """
-        # Sort the parts: all hosts must process transfers in the same order, or they would wait for each other.
+        # Sort the parts: all hosts must process transfers in the same order, or they would wait for each other forever.
         for host, parts in enumerate(needed):
             for name, offset, length in sorted(parts):
                 if host not in self._receivers(name):
@@ -239,7 +239,7 @@ class _Transfer:
 def _fetched_shards(transfer: _Transfer) -> Iterator[None]:
     """Fetch the parts in the read plan of ``torch.distributed.checkpoint`` before it reads them.
 
-    All ranks read equally often, because loading is a collective call there.
+    All ranks read equally often, because loading such a checkpoint is a collective call.
     """
     read = FileSystemReader.read_data
 

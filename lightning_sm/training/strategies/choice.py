@@ -55,7 +55,7 @@ def pipeline_options() -> dict[str, Any]:
     """Return the arguments of ``distribution={...}`` for ``PipelineParallelStrategy`` with ``strategy=pipeline``.
 
     Raises:
-        StrategyError: ``distribution`` asks for a model that is not split.
+        StrategyError: ``distribution`` asks for model parallelism without splitting the model.
     """
     job = SageMakerJob.from_environment()
     split = None if job is None else requested_model_parallelism(job.hyperparameters)
@@ -66,7 +66,7 @@ def pipeline_options() -> dict[str, Any]:
 
 
 def refuse_in_fabric(job: SageMakerJob) -> None:
-    """Refuse a job that asks for a split model, because its script uses Fabric.
+    """Raise if a job asks for a split model, which Fabric does not support.
 
     Args:
         job: The job.

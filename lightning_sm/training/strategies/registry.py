@@ -1,7 +1,8 @@
 """Registration of the names by which ``Trainer(strategy=...)`` finds the strategies of lightning_sm.
 
 Lightning has entry points for callbacks, but not for strategies, and ``import lightning_sm`` loads neither torch nor
-Lightning. So that import registers the names if Lightning is already loaded, or else an import hook when it is.
+Lightning. If Lightning is already loaded, that import registers the names. Otherwise, an import hook registers them
+when Lightning is loaded.
 """
 
 from __future__ import annotations

@@ -39,13 +39,13 @@ _REDUCED_BY_GATHERING: dict[str, Callable[..., Tensor]] = {
 class SMDDPStrategy(DDPStrategy):
     """``DDPStrategy`` with the backend ``smddp``, restricted to the calls that SMDDP supports.
 
-    SMDDP supports only SUM, has no ``new_group()``, and does not work beside another backend. So the strategy computes
-    a mean as a divided sum, and a maximum from gathered values, and the ranks wait for ``prepare_data`` at an SMDDP
-    barrier, within ``timeout``. Hooks, callbacks and metrics that call ``torch.distributed`` directly must observe the
-    same limits.
+    SMDDP supports only SUM, has no ``new_group()``, and does not work beside another backend. Therefore, the strategy
+    divides a sum to compute a mean, and gathers values to compute a maximum. Ranks wait for ``prepare_data`` at an
+    SMDDP barrier, for at most ``timeout``. Hooks, callbacks and metrics that call ``torch.distributed`` directly must
+    observe the same limits.
 
-    It needs a SageMaker job with two or more hosts of type ml.p4d.24xlarge or ml.p4de.24xlarge, and an image with the
-    library: docs/strategies.md lists the versions of torch. Select it with ``--trainer.strategy=smddp``.
+    The strategy needs a SageMaker job with two or more hosts of type ml.p4d.24xlarge or ml.p4de.24xlarge, and an image
+    with the library; docs/strategies.md lists the versions of torch. Select it with ``--trainer.strategy=smddp``.
 
     Args:
         **kwargs: Arguments of ``DDPStrategy``, except for ``process_group_backend``.
@@ -65,7 +65,7 @@ class SMDDPStrategy(DDPStrategy):
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Create the process group, and make Lightning wait for ``prepare_data`` without a Gloo group."""
+        """Create the process group, and make Lightning wait for ``prepare_data`` without using a Gloo group."""
         data_connector._InfiniteBarrier = _PrepareDataBarrier  # type: ignore[attr-defined]
         _warn_once(SMDDP)
         super().setup_environment()
@@ -95,7 +95,7 @@ class SMDDPStrategy(DDPStrategy):
 
 
 class _PrepareDataBarrier(InfiniteBarrier):
-    """The barrier at which ranks wait for ``prepare_data``: SMDDP's under SMDDP, otherwise a Gloo group's."""
+    """The barrier at which ranks wait for ``prepare_data``: SMDDP's own under SMDDP, otherwise a Gloo group's."""
 
     def __enter__(self) -> Any:
         if torch.distributed.is_initialized() and torch.distributed.get_backend() == _BACKEND:

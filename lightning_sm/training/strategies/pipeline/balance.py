@@ -37,10 +37,10 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def explicit_split(begins: Sequence[int | str], names: Sequence[str], num_stages: int) -> list[range]:
-    """Cut layers where the user asks for it.
+    """Cut layers where the user asks.
 
     Args:
-        begins: The first layer of each stage but the first: its index or its name.
+        begins: The index or name of the first layer in each stage, except for the first stage.
         names: The names of all layers.
         num_stages: Number of stages.
 

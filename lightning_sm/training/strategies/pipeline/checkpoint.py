@@ -1,4 +1,4 @@
-"""Checkpoints of a pipeline: one file for any number of stages, the same as that of a single process."""
+"""Pipeline checkpoints: one file, the same for any number of stages as for a single process."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class LogicalCheckpoint:
         self._first_name = {name: names[0] for names, _ in tied for name in names}
 
     def weights(self) -> dict[str, Any]:
-        """Return the state dict of the whole module on the replica's first rank, and of this rank's stage elsewhere.
+        """Return a state dict: on the replica's first rank, of the whole module; elsewhere, of this rank's stage.
 
-        A collective call of the replica.
+        A collective call within the replica.
         """
         own = self._module.state_dict()
         sent = {name: value for name, value in own.items() if name == self._first_name.get(name, name)}
@@ -53,7 +53,7 @@ class LogicalCheckpoint:
 
         Args:
             weights: The state dict of the whole module.
-            strict: Whether it must have exactly the module's names.
+            strict: Whether the state dict must have exactly the module's names.
 
         Raises:
             CheckpointError: ``strict`` is set, and the names differ.
@@ -69,10 +69,10 @@ class LogicalCheckpoint:
         self._module.load_state_dict(own, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer state for all parameters on the replica's first rank, and for this rank's elsewhere.
+        """Return optimizer state: on the replica's first rank, for all parameters; elsewhere, for this stage's.
 
-        A collective call of the replica. Parameters are numbered group by group, as in torch, and in the module's order
-        within a group.
+        A collective call within the replica. Parameters are numbered group by group, as in torch, and in the module's
+        order within a group.
 
         Args:
             optimizer: This rank's optimizer.
@@ -97,14 +97,14 @@ class LogicalCheckpoint:
     def load_optimizer_state(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
         """Load the optimizer state of this rank's stage from the state for all parameters.
 
-        A collective call of the replica.
+        A collective call within the replica.
 
         Args:
             optimizer: This rank's optimizer.
             whole: The result of ``optimizer_state``, or the state of a single process.
 
         Raises:
-            CheckpointError: The state has other parameter groups.
+            CheckpointError: The state's parameter groups do not match the optimizer's.
         """
         groups = self._names_by_group(optimizer)
         members = self._joined(self._replica.broadcast(self._replica.gather(groups), 0))

@@ -17,18 +17,18 @@ from lightning_sm.training.strategies.pipeline.random_state import random_state,
 
 
 class _MetricValue(NamedTuple):
-    """A logged metric, sent as its name in the module and the value for its last batch."""
+    """A logged metric, sent as its name in the module and its value for the last batch."""
 
     name: str
     batch_value: Any
 
 
 class StepEffects:
-    """The side effects of the user's steps, which only the rank of the last stage runs to the end.
+    """The side effects of the user's steps; only the rank of the last stage runs the steps to the end.
 
-    Calls of ``self.log`` and ``self.print`` are recorded during a step and made after it, on all ranks. Buffers outside
-    the network are copied to all ranks. Attributes of the module stay on the last rank, as do the states of metrics,
-    but a metric's ``compute`` returns the value on all ranks.
+    Calls to ``self.log`` and ``self.print`` are recorded during a step, and made on all ranks after it. Buffers outside
+    the network are copied to all ranks. Attributes of the module and the states of metrics stay on the last rank, but a
+    metric's ``compute`` returns its value on all ranks.
 
     Args:
         module: The LightningModule.
@@ -42,7 +42,7 @@ class StepEffects:
         inner = {id(child) for child in network.modules()}
         self._parts = {name: child for name, child in module.named_modules() if id(child) not in inner}
         self._metrics = {name: part for name, part in self._parts.items() if isinstance(part, Metric)}
-        # Name, arguments, keywords.
+        # The name, arguments and keywords of each call.
         self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self._is_alone = False
         for metric in self._metrics.values():
@@ -50,7 +50,7 @@ class StepEffects:
 
     @contextmanager
     def recorded(self, step: str) -> Iterator[None]:
-        """Record the calls of a step (only the last rank's count), and let metrics compute on this rank only.
+        """Record a step's calls, of which only the last rank's count, and let metrics compute on this rank only.
 
         Args:
             step: Name of the user's method.
@@ -84,13 +84,13 @@ class StepEffects:
             del module.log, module.print
 
     def share(self, result: Any) -> Any:
-        """Apply the effects of the last rank's step on all ranks; a collective call of the replica.
+        """Apply the effects of the last rank's step on all ranks; a collective call within the replica.
 
         Args:
             result: The result of the step; used on the last rank.
 
         Returns:
-            The result on the last rank, and only the numbers in it on the others.
+            On the last rank, the result; on the others, only the numbers in the result.
         """
         effects: Any = None
         if self._replica.is_last:
@@ -137,10 +137,10 @@ class StepEffects:
 
 
 class _NoLogger:
-    """A stand-in for loggers inside steps, which raises when used: only rank 0's logger writes anything.
+    """A stand-in for loggers inside steps; it raises when used, because only rank 0's logger writes anything.
 
     Args:
-        step: Name of the user's method that would use it.
+        step: Name of the user's method that would use the logger.
     """
 
     def __init__(self, step: str) -> None:

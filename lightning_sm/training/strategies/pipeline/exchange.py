@@ -51,10 +51,10 @@ class Replica:
         self._device = device
 
     def broadcast(self, value: Any, position: int) -> Any:
-        """Return the value of one position on all ranks of the replica.
+        """Return one position's value on all ranks of the replica.
 
         Args:
-            value: Any value; used only on the given position.
+            value: Any value; used only at the given position.
             position: The position in the pipeline.
         """
         tensors: list[Tensor] = []
@@ -83,7 +83,7 @@ class Replica:
         return self._with_tensors(around[0], [], transfer, to_host=to_host)
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return the values of all positions at position 0, in main memory, and None elsewhere.
+        """Return the values of all positions, in main memory, if this is position 0; elsewhere, return None.
 
         Tensors are gathered and moved one by one, so a device needs memory for only one additional tensor.
 
@@ -103,8 +103,8 @@ class Replica:
             error: This rank's error.
 
         Raises:
-            Exception: On ranks with an error: that error.
-            StrategyError: On the others; it names the first rank with an error, and quotes it.
+            Exception: On a rank with an error, that error.
+            StrategyError: On the other ranks. The message names the first rank with an error, and quotes the error.
         """
         failed = torch.tensor(int(error is not None))
         dist.all_reduce(failed, group=self._objects)
@@ -121,7 +121,7 @@ class Replica:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise an error of the block on all ranks of the replica; a collective call, which may be nested."""
+        """Raise an error from the block on all ranks of the replica; a collective call, which may be nested."""
         error: Exception | None = None
         try:
             yield
@@ -133,9 +133,9 @@ class Replica:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Raise an error of the block on this rank at once, even inside ``together``.
+        """Raise an error from the block on this rank at once, even inside ``together``.
 
-        In the middle of a schedule, the other ranks wait for this rank's tensors; they fail when its process exits.
+        In the middle of a schedule, the other ranks wait for this rank's tensors; they fail when this process exits.
         """
         try:
             yield
@@ -149,7 +149,7 @@ class Replica:
             # Return bytes whole: Lightning would visit each byte, and a random state has thousands.
             if isinstance(value, bytes):
                 return value
-            # NCCL sends only strided tensors on its device; the others are pickled.
+            # NCCL sends only strided tensors on this rank's device; all others are pickled.
             if value.device.type != self._device.type or value.layout is not torch.strided:
                 return value.cpu()
             tensors.append(value.detach().contiguous())

@@ -1,4 +1,4 @@
-"""Forward passes through the stages of a replica; if one rank fails, all of them raise."""
+"""Forward passes through the stages of a replica; if one rank fails, all ranks raise."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_sm.training.strategies.pipeline.random_state import preserve_rand
 from lightning_sm.training.strategies.pipeline.rows import num_microbatches
 from lightning_sm.training.strategies.pipeline.stage import Stage, as_tuple
 
-# Largest difference between outputs that counts as rounding, relative to the largest output. Kernels may differ with
-# the number of rows, so it is above rounding within one kernel.
+# Largest difference between outputs that counts as rounding, relative to the largest output. It exceeds
+# rounding within one kernel, because different numbers of rows may run different kernels.
 _TOLERANCE = 1e-2
 _TOLERANCE_EPS = 16
 
@@ -37,7 +37,7 @@ class StageShapes(NamedTuple):
 
 
 def evaluate(stage: Stage, replica: Replica, inputs: Sequence[Any], most_microbatches: int) -> Any:
-    """Run the network without gradients; a collective call of the replica.
+    """Run the network without gradients; a collective call within the replica.
 
     Args:
         stage: This rank's stage.
@@ -61,9 +61,10 @@ def evaluate(stage: Stage, replica: Replica, inputs: Sequence[Any], most_microba
 
 
 def refuse_mixed_rows(stage: Stage, replica: Replica, inputs: Sequence[Tensor]) -> None:
-    """Refuse a network whose output for a row depends on other rows; a collective call of the replica.
+    """Refuse a network whose output for a row depends on other rows; a collective call within the replica.
 
-    Layers run in eval mode, without dropout. There, BatchNorm does not mix rows either; a separate warning covers it.
+    Layers run in eval mode, in which dropout is off and BatchNorm does not mix rows; a separate warning covers
+    BatchNorm.
 
     Args:
         stage: This rank's stage.
@@ -72,7 +73,7 @@ def refuse_mixed_rows(stage: Stage, replica: Replica, inputs: Sequence[Tensor]) 
             values.
 
     Raises:
-        StrategyError: The outputs of the two microbatches differ from the output of their rows as one batch.
+        StrategyError: The outputs of the two microbatches differ from the output for the same rows as one batch.
     """
     training = [module for module in stage.modules() if module.training]
     stage.eval()
@@ -86,7 +87,7 @@ def refuse_mixed_rows(stage: Stage, replica: Replica, inputs: Sequence[Tensor]) 
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else output.dtype
             tolerance = largest * max(_TOLERANCE, _TOLERANCE_EPS * torch.finfo(dtype).eps)
             difference = float((parts - output).abs().max()) if parts.shape == output.shape else math.inf
-            # If layers draw random numbers even in eval mode, the outputs of equal runs differ: accept them.
+            # Accept layers that draw random numbers even in eval mode: with these, the outputs of equal runs differ.
             if difference > tolerance >= float((repeated - output).abs().max()):
                 raise StrategyError(
                     f"The network's output for a row depends on other rows of its batch: for rows 0 to "
@@ -100,15 +101,15 @@ def refuse_mixed_rows(stage: Stage, replica: Replica, inputs: Sequence[Tensor]) 
 
 
 def try_out(stage: Stage, replica: Replica, inputs: tuple[Tensor, ...], loss: Callable[[Any], Any]) -> StageShapes:
-    """Return the shapes that this rank's stage exchanges for a microbatch; a collective call of the replica.
+    """Return the shapes that this rank's stage exchanges for a microbatch; a collective call within the replica.
 
-    torch would infer them from a forward and backward pass with undefined values, in which an error on one rank leaves
-    the others waiting. This pass uses real values, and changes neither buffers nor random states.
+    torch would infer the shapes from a forward and backward pass with undefined values, in which an error on one rank
+    leaves the others waiting. This pass uses real values, and changes neither buffers nor random states.
 
     Args:
         stage: This rank's stage.
         replica: The ranks of this replica.
-        inputs: The network's inputs for a microbatch, of which only the first rank uses the values.
+        inputs: The network's inputs for a microbatch; only the first rank uses their values.
         loss: Called on the last rank with the network's output.
     """
     buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}

@@ -40,7 +40,7 @@ class StepGradients:
 
         Args:
             value: The loss, a scalar.
-            after: Called with the parameters once the gradients are added.
+            after: Called with the parameters after the gradients have been added.
         """
 
         def deliver(scale: Tensor) -> None:

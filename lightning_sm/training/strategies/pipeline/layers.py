@@ -69,7 +69,7 @@ class Network:
                 f"{self.name} contains the same layer twice, but two stages cannot share a layer. Use two layers; they "
                 "may share parameters."
             )
-        _initializers(self.layers)  # while all ranks have all layers, so that all of them raise
+        _initializers(self.layers)  # while all ranks have all layers, so that all ranks raise
         inside = {id(parameter) for layer in self.layers for parameter in layer.parameters()}
         outside = [name for name, parameter in module.named_parameters() if id(parameter) not in inside]
         if outside:

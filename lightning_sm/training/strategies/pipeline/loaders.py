@@ -1,4 +1,4 @@
-"""The loader of ranks that get their batches from the first rank of their replica."""
+"""The loader for ranks that get their batches from the first rank of their replica."""
 
 from __future__ import annotations
 

@@ -22,35 +22,35 @@ logger = logging.getLogger(__name__)
 LossKind = Literal["mean", "sum"]
 
 _WEIGHT = "pipeline_weight"
-# Check the first steps, and later one step in so many, because the first padded batch may come late.
+# Check the first steps, and then one step in every _EVERY_STEPS, because the first padded batch may come late.
 _FIRST_STEPS = 10
 _EVERY_STEPS = 100
-# Largest accepted difference of gradients, relative to their norm: above rounding, below the effect of wrong weights.
+# Largest accepted gradient difference, relative to the norm: above rounding, below the effect of wrong weights.
 _TOLERANCE = 1e-3
 _TOLERANCE_EPS = 4
-# A difference below this share of the largest gradient so far is rounding: gradients of a trained model are that small.
+# A difference below this share of the largest gradient so far is rounding: a trained model's gradients are that small.
 _ROUNDING = 1e-5
 
 
 class StepLoss:
     """The loss of a step on the rank of the last stage; the schedule calls it for each microbatch.
 
-    A step has the gradient of the whole batch's loss only if microbatches are weighted as that loss averages: by rows,
-    or by the number that the module's method ``pipeline_weight(batch)`` returns, such as the number of tokens that are
-    not padding. ``check`` compares the gradients of two microbatches with those of their rows as one batch. It compares
-    gradients because the losses of an untrained model are nearly equal for all tokens.
+    A step computes the gradient of the whole batch's loss only if it weights microbatches as that loss does: by their
+    number of rows, or by the number that the module's method ``pipeline_weight(batch)`` returns, such as the number of
+    tokens that are not padding. ``check`` compares the gradients of two microbatches with those of the same rows as one
+    batch. It does not compare losses, because an untrained model's losses are nearly equal for all tokens.
 
     Args:
         module: The LightningModule.
-        steps: The steps of the module.
-        kind: "mean" or "sum" of the microbatches' losses.
+        steps: The runner of the module's steps.
+        kind: How to combine the microbatches' losses: "mean" or "sum".
 
     Raises:
         StrategyError: The loss is a sum, but the module has weights.
 
     Attributes:
-        error: The error of the user's code in this step. Raise it only after the schedule: in the middle, it would
-            leave the other ranks waiting.
+        error: The error that the user's code raised in this step. Raise it only after the schedule: in the middle, it
+            would leave the other ranks waiting.
     """
 
     def __init__(self, module: LightningModule, steps: UserSteps, kind: LossKind) -> None:
@@ -74,7 +74,7 @@ class StepLoss:
         Args:
             arguments: The arguments of ``training_step``; the first is the batch.
             rows: Number of rows in the batch.
-            microbatches: Number of microbatches; it divides the rows.
+            microbatches: Number of microbatches; it divides the number of rows.
             step: Number of the step; it determines which two microbatches ``check`` compares.
 
         Raises:
@@ -133,13 +133,13 @@ class StepLoss:
         torch.autograd.grad(self._steps.loss(self._part(0), _whole(leaves)), trained, allow_unused=True)
 
     def check(self, whole: float) -> str | None:
-        """Compare two microbatches with the same rows as one batch.
+        """Compare the gradients of two microbatches with those of the same rows as one batch.
 
         Args:
             whole: The loss of the whole batch.
 
         Returns:
-            An error message that explains how to declare the loss; None if the losses agree.
+            An error message that explains how to declare the loss; None if no error is found.
         """
         if math.isfinite(whole) and not math.isfinite(self._sum):
             return self._wrong(0, len(self._weights), whole, float(self._sum))

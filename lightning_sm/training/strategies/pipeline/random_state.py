@@ -51,7 +51,8 @@ def stage_stream(position: int) -> Iterator[None]:
     The seed is drawn from the default generator, so ranks with the same state draw the same seed.
 
     Args:
-        position: The rank's position in the replica; added to the seed, or all stages would drop the same features.
+        position: The rank's position in the replica, added to the seed: otherwise, all stages would drop the same
+            features.
     """
     seed = int(torch.randint(2**62, (), device="cpu")) + position
     with preserve_random_state():

@@ -42,12 +42,12 @@ def num_rows(batch: Any) -> int:
 def rows_of(batch: Any, rows: int, part: slice) -> Any:
     """Return some rows of a batch in the same structure.
 
-    Lists of one string or number per row, such as ``default_collate`` makes from strings, are cut, too.
+    Lists with one string or number per row, such as those that ``default_collate`` makes from strings, are cut, too.
 
     Args:
         batch: The batch.
         rows: Its number of rows.
-        part: The rows.
+        part: The rows to return.
     """
 
     def cut(value: Any) -> Any:

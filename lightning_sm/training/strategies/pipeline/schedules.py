@@ -40,18 +40,19 @@ class ScheduleRunner:
         self._name = name
         self._loss = loss
         self._shapes: dict[Hashable, StageShapes] = {}
-        # The latest schedule, with buffers for its shapes. Others are recreated from _shapes, without a forward pass.
+        # The latest schedule, with buffers for its shapes. Others are remade from _shapes, without a forward pass.
         self._schedule: Any = None
         self._key: Hashable = None
 
     def step(self, inputs: tuple[Tensor, ...], microbatches: int) -> Any:
         """Run forward and backward passes, which sum the microbatches' gradients in ``.grad``.
 
-        A collective call of the replica.
+        A collective call within the replica.
 
         Args:
-            inputs: The network's inputs for the whole batch: of the same shapes on all ranks, and used on the first.
-            microbatches: Number of microbatches; it divides the rows of the batch.
+            inputs: The network's inputs for the whole batch. Shapes must match on all ranks; only the first rank uses
+                the values.
+            microbatches: Number of microbatches; it divides the number of rows in the batch.
 
         Returns:
             The network's output for the whole batch on the last rank, else None.
@@ -69,19 +70,19 @@ class ScheduleRunner:
                 )
         if key != self._key:
             self._schedule, self._key = self._make(microbatches, self._shapes[key]), key
-        # The schedule splits only tensors, so the target is the microbatches' indices: the loss finds its rows by them.
+        # The schedule splits only tensors, so the target holds the microbatches' indices, by which the loss finds rows.
         target = torch.arange(microbatches) if self._replica.is_last else None
         stage_inputs = inputs if self._replica.position == 0 else ()
         with torch.enable_grad(), self._replica.alone():
             return self._schedule.step(*stage_inputs, target=target, return_outputs=self._replica.is_last)
 
     def _make(self, microbatches: int, shapes: StageShapes) -> Any:
-        # Import here: it takes 0.2 s, which scripts with another strategy need not wait for.
+        # Import here: scripts with other strategies need not wait 0.2 s for this import.
         from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415
         from torch.distributed.pipelining.schedules import get_schedule_class  # noqa: PLC0415
 
         num_stages = len(self._replica.ranks)
-        # Make a new stage object: it holds the shapes of the activations.
+        # Make a new PipelineStage, because it holds the shapes of the activations.
         stage = PipelineStage(
             self._stage,
             self._replica.position,

@@ -57,9 +57,10 @@ class Stage(nn.Module):
 
 
 class _Received(torch.autograd.Function):
-    """A copy of a stage's input, because its first layer may change it in place, with a contiguous gradient.
+    """A copy of a stage's input, with a contiguous gradient.
 
-    torch sends the gradient unchanged, but process groups send only contiguous tensors.
+    The copy is needed because the stage's first layer may change its input in place. torch sends the gradient
+    unchanged, but process groups send only contiguous tensors.
     """
 
     @staticmethod

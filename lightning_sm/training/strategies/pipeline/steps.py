@@ -32,8 +32,8 @@ class _LeftError(BaseException):
 class UserSteps:
     """A runner of the user's steps, whose network is split across several ranks.
 
-    The LightningModule stays as the user wrote it. Each rank of a replica runs a step up to the call of the network,
-    where it runs its stage. The last rank gets the output, and runs the step to the end. The others leave the step, and
+    The LightningModule stays as the user wrote it. Each rank of a replica runs a step up to the network's call, and
+    there runs its stage. The last rank gets the output, and runs the step to the end. The others leave the step, and
     get its effects (see ``StepEffects``). While the stages run a training step, the last rank also runs
     ``training_step`` for each microbatch, on a copy of the module, to get the loss.
 
@@ -60,7 +60,7 @@ class UserSteps:
         are_everywhere: bool,
     ) -> None:
         self._module = module
-        # A memo for deepcopy: copies of the module share these objects with it.
+        # A memo for deepcopy: copies of the module share these objects with the original.
         self._shared = {id(item): item for item in (*network.module.modules(), *module.parameters(), group)}
         self._name = network.name
         self.where = f"{type(module).__name__}.training_step"
@@ -74,7 +74,7 @@ class UserSteps:
         network.module.forward = self._call
 
     def run(self, name: str, step: Callable[[], Any], forward: Callable[[tuple[Any, ...]], Any]) -> Any:
-        """Run one of the user's steps; a collective call of the replica.
+        """Run one of the user's steps; a collective call within the replica.
 
         Args:
             name: Name of the user's method.
@@ -175,7 +175,7 @@ class UserSteps:
         return result
 
     def _copy(self) -> Any:
-        """Return a copy of the module with the same network, for replays: its steps log nothing and leave no trace.
+        """Return a copy of the module, with the same network, for replays that log nothing and leave no trace.
 
         Buffers and metrics are copied, too: restoring them in place would break autograd if a loss depends on them.
         """
@@ -193,7 +193,7 @@ class UserSteps:
 
     @cached_property
     def _spares(self) -> dict[int, Any]:
-        """A copy of each metric, by the metric's id; made once, on the device, so that no epoch's states are copied."""
+        """A copy of each metric, by the metric's id; made once, on the device, to avoid copying an epoch's states."""
         metrics = [child for child in self._module.modules() if isinstance(child, (Metric, MetricCollection))]
         known = dict(self._shared)
         return {id(metric): copy.deepcopy(metric, known) for metric in metrics if id(metric) not in known}

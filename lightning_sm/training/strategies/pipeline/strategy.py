@@ -53,25 +53,25 @@ class PipelineParallelStrategy(DDPStrategy):
     Write an ordinary LightningModule: its network is an ``nn.Sequential``, or a module with a method
     ``pipeline_layers()`` that returns its layers in order, and ``training_step`` calls the network once. Each process
     keeps one stage of the network. Logged values, metrics, the returned loss, gradient accumulation, clipping,
-    schedulers, validation, test and prediction work as in DDP with one process per replica. So do checkpoints: any
-    number of stages, or a single process, can resume from the one file.
+    schedulers, validation, test, prediction and checkpoints work as in DDP with one process per replica. A checkpoint
+    is one file, from which any number of stages, or a single process, can resume.
 
     Args:
-        pipeline_parallel_size: Processes per replica of the model. "auto": all processes of a host, or of all hosts if
-            each has one.
+        pipeline_parallel_size: Number of processes per replica of the model. "auto": all processes on a host, or on all
+            hosts if each has only one.
         data_parallel_size: Number of replicas. "auto": as many as the processes allow.
-        num_microbatches: Number of microbatches per step. The fewer, the longer ranks wait for each other: choose at
-            least one per stage. Batches are cut into equal parts, as many as possible up to this number.
-        schedule: Order of forward and backward passes. "1f1b" holds the activations of at most as many microbatches as
-            there are stages, "gpipe" those of all microbatches.
+        num_microbatches: Number of microbatches per step. With fewer, ranks wait longer for each other; choose at least
+            one per stage. Batches are cut into equal parts, as many as possible up to this number.
+        schedule: Order of forward and backward passes. "gpipe" holds the activations of all microbatches; "1f1b" limits
+            the number of these microbatches to the number of stages.
         placement: "cluster": the ranks of a replica are neighbours, mostly on one host. "spread": they are as far apart
             as possible, so that replicas of a stage are neighbours.
-        network: Name of the network in the LightningModule. If None, its only child that can be cut.
+        network: Name of the network in the LightningModule. If None, the module's only child that can be cut.
         loss: How to combine the losses of microbatches into the loss of the batch: "mean" weights them by rows, or by
-            the result of the module's method ``pipeline_weight(batch)``; "sum" adds them up. The strategy verifies this
-            by comparing gradients in the first steps, and then in one step out of a hundred.
-        split: Where to cut the network: "parameters" balances their number; a list names the first layer of each stage
-            but the first.
+            the result of the module's method ``pipeline_weight(batch)``; "sum" adds them up. The strategy verifies the
+            choice by comparing gradients in the first steps, and then in one step out of a hundred.
+        split: Where to cut the network: "parameters" balances the number of parameters; a list names the first layer of
+            each stage, except for the first stage.
         outputs: "loss": in training, validation and test, only the ranks of the last stage get the network's outputs;
             the others get what the step logs, its metrics and buffers, and the numbers that it returns. "all": all
             ranks get the outputs and run the whole step. Predictions always go to all ranks.
@@ -131,7 +131,7 @@ class PipelineParallelStrategy(DDPStrategy):
         self._replicas: list[list[int]] = []
         self._cut_module: LightningModule | None = None
         self._is_sync_blocked = False
-        # Starting loaders draws random numbers, but only on the rank that fetches batches: share its state afterwards.
+        # Starting loaders draws random numbers, but only on the rank that fetches batches. Share its state afterwards.
         share = {f"on_{stage}_start": self._share_random_state for stage in ("train", "validation", "test", "predict")}
         self._shared_draws = LambdaCallback(**share)
 
@@ -170,12 +170,12 @@ class PipelineParallelStrategy(DDPStrategy):
         Args:
             tensor: A tensor; other values are returned unchanged.
             group: The process group. If None, the ranks that hold the same stage.
-            reduce_op: "mean", "sum", or a ``ReduceOp`` of torch.
+            reduce_op: "mean", "sum", or one of torch's ``ReduceOp``.
         """
         return super().reduce(tensor, group or self._data_group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the same ranks over which ``reduce`` reduces.
+        """Gather from the ranks over which ``reduce`` reduces.
 
         Args:
             tensor: A tensor of any shape.
@@ -189,7 +189,7 @@ class PipelineParallelStrategy(DDPStrategy):
 
         Args:
             decision: This rank's decision.
-            all: Whether all ranks must agree; otherwise, one is enough.
+            all: Whether a True result needs True from all ranks; otherwise, one rank is enough.
         """
         agreeing = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(agreeing)
@@ -253,7 +253,7 @@ class PipelineParallelStrategy(DDPStrategy):
         if self._shared_draws not in trainer.callbacks:
             # Share before the callbacks' hooks, and again before the module's: callbacks may restart loaders.
             trainer.callbacks = [self._shared_draws, *trainer.callbacks, self._shared_draws]
-        # Skip DDP's setup: it wraps the model, and copies rank 0's weights to ranks with other stages.
+        # Skip DDP's setup, which would wrap the model, and copy rank 0's weights to ranks with other stages.
         super(DDPStrategy, self).setup(trainer)
         if not self._fetches:
             # The batch comes from the first rank, which has already called the user's hook on it.
@@ -277,7 +277,7 @@ class PipelineParallelStrategy(DDPStrategy):
                 "those of its stage, so ranks would take different numbers of steps. Use another optimizer, or "
                 "strategy=ddp."
             )
-        # LightningCLI gives all parameters to the optimizer of --optimizer, before the network is cut.
+        # Before the network is cut, LightningCLI gives all parameters to the optimizer that --optimizer selects.
         own = set(map(id, self._tied.without_copies(self._module.parameters())))
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
@@ -395,7 +395,7 @@ class PipelineParallelStrategy(DDPStrategy):
             arguments: The arguments of the LightningModule's ``training_step``; the first is the batch.
 
         Returns:
-            The result of ``training_step`` for the whole batch; ``backward`` of its loss delivers the gradients.
+            The result of ``training_step`` for the whole batch. Its loss delivers the gradients in ``backward``.
         """
         rows = num_rows(arguments[0])
         microbatches = num_microbatches(rows, self._num_microbatches)
@@ -524,7 +524,7 @@ class PipelineParallelStrategy(DDPStrategy):
         """
         counted = self._module.parameters() if parameters is None else parameters
         gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(self.root_device)  # on the CPU without gradients
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(self.root_device)  # CPU if no gradients
         if math.isinf(norm_type):
             dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._replica.group)
             return norm
@@ -535,11 +535,11 @@ class PipelineParallelStrategy(DDPStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights of all stages on rank 0, and of this rank's stage elsewhere; a collective call."""
+        """Return weights: on rank 0, of all stages; elsewhere, of this rank's stage. A collective call."""
         return self._checkpoint.weights()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of this rank's stage from a checkpoint of any number of stages.
+        """Load the weights of this rank's stage from a checkpoint made with any number of stages.
 
         Args:
             checkpoint: The checkpoint.
@@ -565,7 +565,7 @@ class PipelineParallelStrategy(DDPStrategy):
             checkpoint: The checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint has other parameter groups.
+            CheckpointError: The checkpoint's parameter groups do not match the optimizers'.
         """
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self._checkpoint.load_optimizer_state(optimizer, state)

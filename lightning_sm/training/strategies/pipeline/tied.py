@@ -16,7 +16,7 @@ class TiedNames(NamedTuple):
 
     Attributes:
         names: Its names in the LightningModule, in the module's order; torch lists only the first.
-        stages: The stages that hold it, in order.
+        stages: The stages that hold the parameter, in order.
     """
 
     names: list[str]
@@ -44,8 +44,8 @@ class TiedWeights:
     """The parameters that several layers share, within this rank or across ranks.
 
     On construction, the layers of this rank are tied again, because ``materialize`` gives each layer new tensors. If
-    several ranks hold a parameter, the first owns it: the owner gets the sum of the gradients, and only its optimizer
-    has the parameter. The other ranks have a copy, which gets the new values after each step.
+    several ranks hold a parameter, the first owns it: the owner gets the sum of the gradients, and only the owner's
+    optimizer has the parameter. The other ranks have a copy, which gets the new values after each step.
 
     Args:
         module: The LightningModule with this rank's layers.
@@ -72,7 +72,7 @@ class TiedWeights:
         return [parameter for parameter in parameters if id(parameter) not in self._copies]
 
     def collect_gradients(self) -> None:
-        """Sum the gradients of shared parameters on their owners; a collective call of the replica."""
+        """Sum the gradients of shared parameters on their owners; a collective call within the replica."""
         for parameter, (owner, *others) in self._shared:
             if owner != self._replica.position:
                 self._replica.send(parameter.grad, owner)
@@ -84,7 +84,7 @@ class TiedWeights:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def update_copies(self) -> None:
-        """Copy the values of shared parameters from their owners; a collective call of the replica."""
+        """Copy the values of shared parameters from their owners; a collective call within the replica."""
         for parameter, (owner, *others) in self._shared:
             if owner != self._replica.position:
                 with torch.no_grad():
