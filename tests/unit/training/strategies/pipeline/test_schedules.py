@@ -50,7 +50,7 @@ def _slowly_converging():
     ("make", "microbatches", "named"),
     [
         (lambda: nn.BatchNorm1d(4), 2, "(BatchNorm1d)"),
-        (lambda: spectral_norm(nn.Linear(4, 4)), 2, "(_SpectralNorm)"),
+        (lambda: spectral_norm(_slowly_converging()), 2, "(_SpectralNorm)"),
         (lambda: nn.BatchNorm1d(4), 1, None),
         (lambda: nn.LayerNorm(4), 2, None),
     ],
