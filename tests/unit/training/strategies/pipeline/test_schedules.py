@@ -40,9 +40,9 @@ def replica():
 
 
 def _slowly_converging():
-    """A layer whose power iteration has not converged at construction, as it may have with random weights."""
+    """Make a layer whose power iteration cannot converge at construction, as it may with random weights."""
     layer = nn.Linear(4, 4)
-    nn.init.zeros_(layer.weight).diagonal().add_(torch.tensor([1.0, 0.99, 0.98, 0.97]))
+    layer.weight.data = torch.diag(torch.tensor([1.0, 0.99, 0.98, 0.97]))
     return layer
 
 
