@@ -140,7 +140,9 @@ def test_requirements_of_the_image_are_installed_on_demand_only(base, python, in
     variables = {} if setting is None else {"LIGHTNING_SM_INSTALL_REQUIREMENTS": setting}
     ended = _run(base, python, index, SAGEMAKER_PROGRAM="train.py", **variables)
     assert ended.stdout == f"{is_installed}\n", ended.stderr
-    assert ("it did not come with the job (set LIGHTNING_SM_INSTALL_REQUIREMENTS=1" in ended.stderr) == (setting is None)
+    assert ("it did not come with the job (set LIGHTNING_SM_INSTALL_REQUIREMENTS=1" in ended.stderr) == (
+        setting is None
+    )
 
 
 def test_nothing_is_installed_if_the_job_says_so(base, python, index):
