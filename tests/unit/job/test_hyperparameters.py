@@ -144,7 +144,7 @@ def test_config_list_of_other_things_than_paths_is_an_error():
 
 @pytest.mark.parametrize("text", ["a\0b", '"\\ud800"', '["\\udfff", null]'])
 def test_text_that_no_process_can_take_is_an_error(text):
-    """cannot contain NUL or lone surrogates raise an error before the process starts."""
+    """NUL and lone surrogates raise an error before the process starts."""
     with pytest.raises(HyperparameterError, match=r"'a\.b' is .*cannot contain NUL or lone surrogates"):
         to_argv({"a.b": text})
 
