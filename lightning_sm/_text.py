@@ -60,7 +60,7 @@ def percent(share: float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """Format a rate with three significant digits, or as an integer from 100 on: ``0.25``, ``12,345``."""
+    """Format a rate with three significant digits, or as an integer if it is at least 100: ``0.25``, ``12,345``."""
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"  # noqa: PLR2004 - three digits
 
 

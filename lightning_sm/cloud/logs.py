@@ -80,7 +80,7 @@ class Log:
         except ClientError as error:
             _ignore_missing_log(error)
         streams: dict[str, list[str]] = {}
-        for name in sorted(names):  # by time: names end with seconds of ten digits
+        for name in sorted(names):  # by time: names end with a ten-digit Unix timestamp
             streams.setdefault(_host(name), []).append(name)
         return dict(sorted(streams.items(), key=lambda item: (len(item[0]), item[0])))
 

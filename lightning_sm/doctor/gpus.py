@@ -83,7 +83,7 @@ def _expected(context: Context) -> tuple[int, str]:
     """Return the expected number of GPUs, and a clause that names its source."""
     files = sum(1 for path in context.dev.glob("nvidia[0-9]*") if path.name[6:].isdecimal())
     job = context.job
-    if job is None or not context.has_own_machine:  # the emulator's instance types do not imply devices
+    if job is None or not context.has_own_machine:  # the emulator's instance types say nothing about devices
         return files, f"there are {files} in {context.dev}"
     count = job.devices or job.num_gpus or files
     if count:

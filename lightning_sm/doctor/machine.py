@@ -51,7 +51,7 @@ def machine(_context: Context) -> Iterator[Result]:
 
 
 def signals(context: Context) -> Iterator[Result]:
-    """Check whether SIGTERM, which the service sends to process 1, would reach the training script."""
+    """Check whether SIGTERM, which the service sends to PID 1, would reach the training script."""
     if os.getpid() == 1:
         yield ok("signals", "process 1 is lightning-sm, which receives the service's signals")
         return

@@ -32,7 +32,7 @@ from lightning_sm.job.traceback_text import START, frame, last_exception, lines_
 from lightning_sm.job.variables import CONTROL_DIR
 
 PREFIX, SUFFIX = "failure-", ".json"
-# Set by torchrun for each rank; empty if torchrun keeps no files.
+# Set by torchrun for each rank; empty if torchrun writes no error files.
 _TORCHS = "TORCHELASTIC_ERROR_FILE"
 # More than enough: the launcher shows 1024 characters in all.
 _MAX_LINES = 40

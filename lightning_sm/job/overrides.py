@@ -59,8 +59,8 @@ def _element(name: str, value: Any) -> str:
     for key in value:
         if not _KEY.fullmatch(str(key)):
             raise HyperparameterError(
-                f"Hyperparameter {name!r} has the key {key!r}, but keys on Hydra's command line contain only letters, "
-                "digits and ._/-. Write the value into a configuration file."
+                f"Hyperparameter {name!r} has the key {key!r}, but keys on Hydra's command line may contain only "
+                "letters, digits and ._/-. Set the value in a configuration file."
             )
     return "{" + ",".join(f"{key}:{_element(name, item)}" for key, item in value.items()) + "}"
 

@@ -164,7 +164,7 @@ class ChildProcess:
         return exit_code
 
     def _drain_s(self) -> float:
-        """Return how long to wait for the rest of stderr, which takes long only if nobody reads our stderr."""
+        """Return how long to wait for the rest of stderr. The wait is long only if nobody reads our own stderr."""
         if self.stopped_at is None:
             return timeline.DRAIN_S
         remaining_s = self.stopped_at + self._schedule.kill_s - time.monotonic()

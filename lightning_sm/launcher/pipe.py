@@ -13,7 +13,7 @@ _LOOK_MS = 100
 
 
 class DrainedPipe(io.RawIOBase):
-    """The read end of a pipe. It ends once all writers have closed it or, after ``end_when_empty``, once it is empty.
+    """The read end of a pipe. Reading stops once all writers close it or, after ``end_when_empty``, once it is empty.
 
     A daemon started by a script may keep the script's pipe open forever. A reader with a timeout would lose lines on a
     busy machine; this one reads all lines, however long that takes.

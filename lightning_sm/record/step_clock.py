@@ -21,7 +21,7 @@ class OpenSpan:
     Attributes:
         name: Name of the span.
         began_at: When it began, in seconds since the Unix epoch.
-        seconds: Seconds so far, without the spans nested in it.
+        seconds: Seconds so far, excluding nested spans.
     """
 
     name: str

@@ -202,7 +202,7 @@ def advice(planned: Sizing, prices: Prices) -> str:
     if len(planned.lines) == 1:
         said.append("Every CPU of these hosts already has a worker. Data hosts would add more CPUs.")
     elif planned.best is planned.lines[0]:
-        said.append(f"No other number of workers or hosts saves {percent(_WORTH)} of what the job costs.")
+        said.append(f"No other number of workers or hosts saves {percent(_WORTH)} of the job's cost.")
     else:
         said.append(_proposal(planned, prices))
     return " ".join(said)
@@ -276,7 +276,7 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
     # Divide by each rank's steps: the last figures of some ranks may be missing.
     cost_s = of_all_ranks([rank.produce_s / rank.num_steps for rank in ranks.values()], run.world_size)
     num_bytes = of_all_ranks([rank.num_bytes / rank.num_steps for rank in ranks.values()], run.world_size)
-    # Bytes per second of all steps, and of transfers alone, which are higher if workers were slower than the network.
+    # Bytes per second over whole steps, and during transfers alone: higher if workers were slower than the network.
     rates = [rank.num_bytes / rank.seconds for rank in ranks.values() if rank.seconds > 0]
     rates += [rank.num_bytes / rank.transfer_s for rank in ranks.values() if rank.transfer_s > 0]
     capacity_s = math.fsum(host.capacity_s for host in up)

@@ -216,7 +216,7 @@ class JobReader:
         if isinstance(node, yaml.ScalarNode):
             text = shortened(str(shown(key, node.value)), _SHOWN_CHARS)
             if kind is str:
-                hint = f" Quote it: {name}: '{text}'."
+                hint = f" Quote it: '{text}'." if name.isdigit() else f" Quote it: {name}: '{text}'."
             elif get_origin(kind) is not dict:  # do not show mappings, which may hold secrets under any name
                 what = repr(text) if node.tag == _TEXT else text
             if get_origin(kind) is Literal:

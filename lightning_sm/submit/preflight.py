@@ -281,8 +281,8 @@ def _local_channels(job: Job) -> Iterator[JobProblem]:
         if not (channel.uri.startswith("file:///") and folder.exists()):
             yield JobProblem(
                 f"channels.{name}.uri",
-                f"channels.{name}.uri is {channel.uri!r}; with --local, expected file:///folder, which must "
-                "exist (to copy a prefix: aws s3 cp --recursive).",
+                f"channels.{name}.uri is {channel.uri!r}; with --local, expected an existing folder, as in "
+                "file:///folder (to copy a prefix: aws s3 cp --recursive).",
             )
 
 

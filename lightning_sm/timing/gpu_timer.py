@@ -47,7 +47,7 @@ class GpuTimer:
         self._means: dict[str, float] = {}
 
     def begin_step(self, part: str) -> None:
-        """Begin a step with its first part. Only some steps are timed."""
+        """Start timing a step, beginning with its first part. Only some steps are timed."""
         self._num_steps += 1
         self._marks = [] if self._num_steps % _EVERY_N_STEPS == 0 else None
         self.mark(part)

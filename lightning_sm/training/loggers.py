@@ -1,6 +1,6 @@
 """Default run names and folders for loggers, derived from the job.
 
-With these defaults, a restarted attempt continues TensorBoard's curves and the W&B run of earlier attempts.
+With these defaults, a restarted job continues the TensorBoard curves and the W&B run of its earlier attempts.
 """
 
 from __future__ import annotations

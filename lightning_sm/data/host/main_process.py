@@ -217,7 +217,7 @@ class MainProcess:
             return
         how = describe_exit(status)
         if not self._has_listened:
-            reason = f"The data host's gRPC server {how} before it listened. See the log lines above."
+            reason = f"The data host's gRPC server {how} before it started listening. See the log lines above."
             self._outcome = host_messages.Finished(reason, is_error=True)
             return
         logger.warning("The data host's gRPC server %s. Restarting it.", how)

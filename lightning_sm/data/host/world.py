@@ -36,9 +36,9 @@ def show_world_of_one() -> None:
 def _init_group(rank: int = 0, world_size: int = 1) -> bool:
     """Create a process group without threads, and return whether this version of torch has one.
 
-    Gloo's groups start three threads, but this process forks. Torch's "fake" group for tests starts none, and in a
-    world of one its collectives do what Gloo's do (checked with torch 2.14). The module is private: if a later torch
-    lacks it, only DataModules that need a group fail, with torch's error.
+    Gloo's groups start three threads, which is unsafe because this process forks. Torch's "fake" group for tests starts
+    none, and in a world of one its collectives do what Gloo's do (checked with torch 2.14). The module is private: if a
+    later version of torch lacks it, only DataModules that need a group fail, with torch's error.
     """
     with suppress(ImportError):
         from torch.testing._internal.distributed import fake_pg  # registers the backend  # noqa: F401, PLC0415

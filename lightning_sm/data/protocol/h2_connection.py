@@ -30,7 +30,7 @@ from lightning_sm.data.protocol.grpc_status import CallError, CallStatus, respon
 from lightning_sm.data.protocol.wire import Wire
 
 _HEAD = struct.Struct(">BHBBI")  # 4.1: 24-bit length, type, flags, stream
-_UPDATE = struct.Struct(">BHBBII")  # 6.9: the same head and the window increment
+_UPDATE = struct.Struct(">BHBBII")  # 6.9: the same header, then the window increment
 _DATA, _SETTINGS, _WINDOW_UPDATE = 0, 4, 8
 _OF_BLOCKS = (1, 5, 9)  # HEADERS, PUSH_PROMISE, CONTINUATION: no other frame may come between these (6.10)
 _END_STREAM, _END_HEADERS, _PADDED = 0x1, 0x4, 0x8

@@ -47,9 +47,9 @@ def diagnose(address: str, credentials: Credentials) -> str:
     if answer:
         return ""
     return (
-        "the data host closes the connection after the TLS handshake. It requires a certificate that its "
-        f"data_service.tls_authority signed, but {ours}. Set the same data_service.tls_authority on all hosts, and "
-        "certificates that it signed"
+        "the data host closes the connection after the TLS handshake. It requires a certificate signed by "
+        f"its data_service.tls_authority, but {ours}. Set the same data_service.tls_authority on all hosts, and give "
+        "each host a certificate signed by it"
     )
 
 

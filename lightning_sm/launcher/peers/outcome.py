@@ -201,7 +201,7 @@ class JobOutcomeTracker:
             self._fail(JobOutcome(outcome.kind, name, outcome.exit_code, outcome.reason), outcome, now)
 
     def update(self, now: float) -> None:
-        """Apply the time limits that have been reached: for silence, restarts, and hosts that are still awaited."""
+        """Enforce the time limits that have expired: on silence, on restarts, and on waiting for missing hosts."""
         unheard_s = now - self._looked_at
         self._looked_at = now
         # A restart also needs the launchers of hosts whose scripts have exited.

@@ -141,7 +141,7 @@ class JobOutputs(UnlistedCallback):
             self._model_dir.mkdir(parents=True, exist_ok=True)
             self._export(trainer, best)
         except Exception as error:  # noqa: BLE001 - another exception would turn the interruption into a failure
-            logger.warning("The model so far was not exported (%s: %s).", type(error).__name__, error)
+            logger.warning("The model trained so far was not exported (%s: %s).", type(error).__name__, error)
 
     @staticmethod
     def _best_checkpoints(trainer: Trainer) -> Iterator[str]:

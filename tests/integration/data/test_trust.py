@@ -263,11 +263,11 @@ def test_a_data_host_with_tls_refuses_trainers_without_their_part_of_it(ours, th
         "without TLS": ({}, "the data host uses TLS, but this trainer has no data_service.tls_certificate"),
         "without a certificate": (
             {name: mutual[name] for name in ("tls_certificate", "tls_key")},
-            "that its data_service.tls_authority signed, but this trainer has .* and no data_service.tls_authority",
+            "signed by its data_service.tls_authority, but this trainer has .* and no data_service.tls_authority",
         ),
         "with a certificate of another authority": (
             {**theirs.settings("127.0.0.1"), "tls_authority": ours.file},
-            "that its data_service.tls_authority signed, but this trainer has .* and data_service.tls_authority=",
+            "signed by its data_service.tls_authority, but this trainer has .* and data_service.tls_authority=",
         ),
     }[how]
     with FakeHost().serving(credentials(**mutual)) as address:

@@ -247,4 +247,4 @@ class TestStop:
 
         monkeypatch.setattr(torch, "load", refuse)
         self.stop(host)
-        assert "The model so far was not exported (RuntimeError: broken)." in caplog.text
+        assert "The model trained so far was not exported (RuntimeError: broken)." in caplog.text

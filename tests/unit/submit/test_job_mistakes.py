@@ -189,7 +189,7 @@ MISTAKES = [
     ("name: digits", "name: 20261124", 3, ["name is a number; expected text. Quote it: name: '20261124'"]),
     ("name: digits", "name: [digits]", 3, ["name is a list; expected text"]),
     ("[val_acc]", "val_acc", 19, ["metrics is 'val_acc'; expected a list. For example, metrics: [val_acc]."]),
-    ("[val_acc]", "[val_acc, 1]", 19, ["metrics.2 is a number; expected text"]),
+    ("[val_acc]", "[val_acc, 1]", 19, ["metrics.2 is a number; expected text. Quote it: '1'."]),
     ("[val_acc]", "[val_acc, {a: b}]", 19, ["metrics.2 is a mapping; expected text"]),
     (
         "groups: [data]",

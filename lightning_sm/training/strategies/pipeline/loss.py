@@ -195,7 +195,7 @@ class StepLoss:
             f"The pipeline would train {name} differently from one process: the loss of {self._steps.where} is not "
             f"{self._described}. For rows {first * self._size} to {(first + number) * self._size - 1} of a batch it is "
             f"{whole:.6g}, but {apart:.6g} from {number} microbatches of these rows{gradients}. "
-            f"If the loss averages over something else, such as tokens that are not padding or weighted classes, add a "
+            f"If the loss averages over something else, such as non-padding tokens or weighted classes, add a "
             f"method to {name} that returns the weight: def {_WEIGHT}(self, batch): return (batch[1] != -100).sum(). "
             "If it adds the rows up, set loss: sum of the strategy. "
             "If it compares the rows of a batch with each other (contrastive losses), microbatches cannot compute it: "

@@ -52,7 +52,7 @@ def main():
 def test_a_server_that_never_listens_is_given_up(main):
     """A server that exits before it listens is given up, because the next one would not listen either."""
     assert main.end_server().reason == (
-        "The data host's gRPC server was killed by SIGKILL (out of memory?) before it listened. See the log "
+        "The data host's gRPC server was killed by SIGKILL (out of memory?) before it started listening. See the log "
         "lines above."
     )
 
