@@ -73,7 +73,7 @@ _BASIC = re.compile(r"(\b[Bb]asic\s+)([A-Za-z0-9+/]{4,}={0,2})(?![A-Za-z0-9+/=])
 _GIVEN = re.compile(
     r"""(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)[\\"']*\s*[:=]"""
     r"""(?!\s*(?:\(hidden\)|(?:null|None|true|True|false|False|""|'')(?=[\s,}\]]|\Z)|\Z))"""
-    r"""|(?<![\w.-])--?(?P<option>[A-Za-z_][\w.-]*)[\\"',\s=]"""
+    r"""|(?<![\w.-])--?(?P<option>[A-Za-z_][\w.-]*)[\\"',\s=/:]"""
 )
 # "--name", "-name", and Hydra's "name" before an equals sign.
 _NAME = re.compile(r"[-+~]*[A-Za-z_][\w./+\[\]-]*")
@@ -110,6 +110,13 @@ def shown(name: str, value: Any, hidden: str | None = HIDDEN) -> Any:
         items = shown_arguments(value, hidden) if is_command_line else [shown("", item, hidden) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
     return value
+
+
+def shown_beginning(text: str) -> str:
+    """Return a text that another program wrote, up to the first secret that it gives; the rest is ``HIDDEN``."""
+    masked = _masked(text)
+    begin = _secret_begin(masked)
+    return masked if begin is None else masked[:begin] + HIDDEN
 
 
 def shown_arguments(arguments: Sequence[str], hidden: str | None = HIDDEN) -> list[Any]:
@@ -171,9 +178,18 @@ def _is_size(name: str, value: Any) -> bool:
 
 
 def _shown_text(text: str, hidden: str | None) -> str | None:
-    masked = _BASIC.sub(_masked_basic, _FORMS.sub(_masked_form, text))
-    gives_secret = any(is_secret(found["name"] or found["option"]) for found in _GIVEN.finditer(masked))
-    return hidden if gives_secret or (hidden is None and masked != text) else masked
+    masked = _masked(text)
+    return hidden if _secret_begin(masked) is not None or (hidden is None and masked != text) else masked
+
+
+def _masked(text: str) -> str:
+    return _BASIC.sub(_masked_basic, _FORMS.sub(_masked_form, text))
+
+
+def _secret_begin(masked: str) -> int | None:
+    """Return where a text first gives the value of a secret name, at the name, or None."""
+    given = _GIVEN.finditer(masked)
+    return next((match.start() for match in given if is_secret(match["name"] or match["option"])), None)
 
 
 def _masked_form(match: re.Match[str]) -> str:

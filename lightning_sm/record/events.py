@@ -26,7 +26,7 @@ import msgspec
 
 from lightning_sm._structs import encode
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.redaction import HIDDEN, shown
+from lightning_sm.job.redaction import shown, shown_beginning
 from lightning_sm.job.variables import RECORD_DIR
 
 logger = logging.getLogger(__name__)
@@ -267,7 +267,7 @@ class Event(Line, frozen=True, tag="event"):
 
     def __post_init__(self) -> None:
         """Hide secrets."""
-        msgspec.structs.force_setattr(self, "text", _without_secrets(self.text))
+        msgspec.structs.force_setattr(self, "text", shown_beginning(self.text))
 
 
 class End(Line, frozen=True, tag="end"):
@@ -289,7 +289,7 @@ class End(Line, frozen=True, tag="end"):
 
     def __post_init__(self) -> None:
         """Hide secrets."""
-        msgspec.structs.force_setattr(self, "reason", _without_secrets(self.reason))
+        msgspec.structs.force_setattr(self, "reason", shown_beginning(self.reason))
 
 
 _DECODER = msgspec.json.Decoder(Union[tuple(Line.__subclasses__())])  # noqa: UP007 - a computed union
@@ -423,17 +423,6 @@ def head_of(
         command=list(command),
         hyperparameters=shown("", job.hyperparameters) if rank is None else {},
     )
-
-
-def _without_secrets(said: str) -> str:
-    """Return another program's message, in which everything from the first secret on is hidden."""
-    words = said.split(" ")
-    for number in range(len(words)):
-        # argparse writes "argument --token/-t: " before the value.
-        begin = " ".join(words[: number + 1]).replace("/", " ").replace(": ", "= ")
-        if shown("", begin) == HIDDEN:
-            return f"{shown('', ' '.join(words[:number]))} {HIDDEN}".lstrip()
-    return str(shown("", said))
 
 
 def gap_s(elapsed_s: float, least_s: float) -> float:

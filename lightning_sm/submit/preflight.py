@@ -67,7 +67,7 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
         problems += _local_channels(job)
     else:
         problems += [*cost_problems(job), *_instance_types(job), *_addresses(job, region)]
-        problems += [*([] if options else _secrets(job))]
+        problems += [] if options else _secrets(job)
     return Findings(problems, [*_advice(job, mode)], job.positions)
 
 
