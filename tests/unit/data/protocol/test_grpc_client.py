@@ -289,7 +289,7 @@ def test_as_many_calls_as_the_server_allows_share_a_connection(tls):
     assert answers == requests
 
 
-@pytest.mark.parametrize("how", ["cancel", "close"])
+@pytest.mark.parametrize("how", ["cancel", "deadline", "close"])
 def test_a_call_that_ends_here_ends_on_the_server(tls, how):
     """Cancelling a call or closing the channel frees the server's stream at once."""
     known = tls["without TLS"]
@@ -302,12 +302,17 @@ def test_a_call_that_ends_here_ends_on_the_server(tls, how):
         ended.wait(TIMEOUT_S)
 
     with serving(known, List=hang) as address, channel_to(address, known) as channel:
-        frames = Frames(Ring(0))
-        call = channel.open("List", frames, None)
-        assert started.wait(TIMEOUT_S)
-        call.cancel() if how == "cancel" else channel.close()
-        assert frames.ended.wait(TIMEOUT_S)
-        assert frames.error.code is CallStatus.CANCELLED
+        if how == "deadline":
+            with pytest.raises(CallError) as caught:
+                channel.stream_unary("List", [b""], 3.0)  # long enough for the call to reach the server
+            assert caught.value.code is CallStatus.DEADLINE_EXCEEDED
+        else:
+            frames = Frames(Ring(0))
+            call = channel.open("List", frames, None)
+            assert started.wait(TIMEOUT_S)
+            call.cancel() if how == "cancel" else channel.close()
+            assert frames.ended.wait(TIMEOUT_S)
+            assert frames.error.code is CallStatus.CANCELLED
         assert ended.wait(TIMEOUT_S)
 
 
