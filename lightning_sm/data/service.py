@@ -10,7 +10,7 @@ from lightning_sm.data.host.main_process import MainProcess
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings, default_workers
 from lightning_sm.data.trainer.connection import UNNAMED_JOB
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.rendezvous import own_address
+from lightning_sm.job.reachability import own_address
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from lightning_sm.errors import DataSettingsError
-from lightning_sm.job.secret import job_key
+from lightning_sm.job.host_keys import job_key
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import JOB_SECRET
 

@@ -17,7 +17,7 @@ from lightning_sm.emulator.agent import UploadAgent
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.spec import ClusterSpec, LocalHost
 from lightning_sm.job.control_folder import ControlFolder
-from lightning_sm.job.secret import new_secret
+from lightning_sm.job.host_keys import new_secret
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import DEVICES, PRICES, REPORT_S
 from lightning_sm.launcher.pipe import DrainedPipe

@@ -6,7 +6,7 @@ import contextlib
 import socket
 
 from lightning_sm.errors import PortInUseError
-from lightning_sm.job.rendezvous import check_port_is_free
+from lightning_sm.job.reachability import check_port_is_free
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import MAIN_PORT
 

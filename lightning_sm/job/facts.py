@@ -19,8 +19,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from lightning_sm.errors import JobConfigError
+from lightning_sm.job.host_keys import job_key
 from lightning_sm.job.hyperparameters import is_tuned, unquoted
-from lightning_sm.job.secret import job_key
 from lightning_sm.job.variables import DATA_GROUPS, DEVICES, HOST_ADDRESSES, MAIN_PORT, Setting, whole_number
 
 # The toolkit's name for the only group of a job without instance groups (sagemaker-training, environment.py).

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_sm.job.host_keys import new_secret
 from lightning_sm.job.hyperparameters import encode
-from lightning_sm.job.secret import new_secret
 from lightning_sm.job.variables import MAX_RESTARTS
 from lightning_sm.job.yaml_file import read_mapping
 from lightning_sm.record.progress import metric_pattern, objective_pattern

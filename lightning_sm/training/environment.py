@@ -16,7 +16,7 @@ from lightning_sm._lightning import ClusterEnvironment, rank_zero_only
 from lightning_sm.errors import JobConfigError, TopologyError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.rank_starter import RankStart, RankStarter
-from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S, check_port_is_free, wait_for_host
+from lightning_sm.job.reachability import RESOLVE_TIMEOUT_S, check_port_is_free, wait_for_host
 from lightning_sm.job.topology import Topology
 from lightning_sm.training import cluster_checks
 

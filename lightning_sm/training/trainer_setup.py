@@ -18,8 +18,8 @@ from lightning_sm.training.callbacks.local_position import LocalPosition
 from lightning_sm.training.callbacks.mid_epoch import MidEpoch
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
+from lightning_sm.training.checkpoints.auto_resume import CheckpointLoader
 from lightning_sm.training.checkpoints.durable_io import make_durable
-from lightning_sm.training.checkpoints.resume import CheckpointLoader
 from lightning_sm.training.checkpoints.sharded import install_shard_hooks
 from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.loggers import continue_runs, default_logger, is_fixed

@@ -13,7 +13,7 @@ from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE
 from lightning_sm.training.callbacks.local_position import LocalPosition
 from lightning_sm.training.callbacks.mid_epoch import MidEpoch
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint, TrainingInterrupted
-from lightning_sm.training.checkpoints.newest import newest_checkpoint
+from lightning_sm.training.checkpoints.find_newest import newest_checkpoint
 
 NUM_TRAIN, NUM_VAL, BATCH_SIZE = 24, 12, 4
 NUM_STEPS, NUM_VAL_BATCHES = NUM_TRAIN // BATCH_SIZE, NUM_VAL // BATCH_SIZE

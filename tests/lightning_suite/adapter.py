@@ -17,7 +17,7 @@ from lightning_sm import DataHost, DataServiceSettings
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.remote_trainer import use_data_hosts
-from lightning_sm.job.secret import new_secret
+from lightning_sm.job.host_keys import new_secret
 from tests.lightning_suite.__main__ import PROPERTY
 
 # Set the secret now: a data host would set it later, and Lightning's tests fail if environment variables leak.

@@ -107,7 +107,7 @@ _EXCEPTIONS = {
         "_STREAM_WRITER": "torch raises a RuntimeError for a full disk",
         "'://' in text": "an address",
     },
-    "training/checkpoints/newest.py": {
+    "training/checkpoints/find_newest.py": {
         r"re.search('GLOBAL ([\\w.]+)', str(error))": "torch's error has no field for it"
     },
 }

@@ -16,7 +16,7 @@ from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
 from lightning_sm.errors import DataServiceError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.secret import new_secret
+from lightning_sm.job.host_keys import new_secret
 from lightning_sm.job.variables import JOB_SECRET
 
 _MAIN_PROCESS = "lightning_sm.data.host"

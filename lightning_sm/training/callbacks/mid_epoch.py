@@ -21,9 +21,9 @@ from lightning_sm._random_state import RandomState
 from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.all_ranks import of_all_ranks
+from lightning_sm.training.checkpoints.find_newest import JOB_KEY
 from lightning_sm.training.checkpoints.gradients import accumulated_gradients, restore_gradients
 from lightning_sm.training.checkpoints.kept_state import keep_checkpointed_state
-from lightning_sm.training.checkpoints.newest import JOB_KEY
 
 logger = logging.getLogger(__name__)
 

@@ -32,12 +32,12 @@ from lightning_sm.job.failure_file import report_failures
 from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.stopping import GENTLE_SIGNAL, INTERRUPTED_EXIT_CODE
 from lightning_sm.job.uploads import files_of
+from lightning_sm.training.checkpoints.auto_resume import CheckpointLoader
+from lightning_sm.training.checkpoints.find_newest import JOB_KEY, job_facts
+from lightning_sm.training.checkpoints.finder_results import save_searched
 from lightning_sm.training.checkpoints.fits import Fit
-from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts
-from lightning_sm.training.checkpoints.resume import CheckpointLoader
-from lightning_sm.training.checkpoints.searches import save_searched
 from lightning_sm.training.checkpoints.sharded import object_stores, remove_folder
-from lightning_sm.training.pace import Pace
+from lightning_sm.training.stop_flag_pace import Pace
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pytorch_lightning import seed_everything
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_sm._lightning import ModelCheckpoint
-from lightning_sm.training.checkpoints.newest import newest_checkpoint
+from lightning_sm.training.checkpoints.find_newest import newest_checkpoint
 from tests.integration.interrupted_fits import (
     BATCH_SIZE,
     MOMENTS,

@@ -14,7 +14,7 @@ from lightning_sm._lightning import Callback, Trainer
 from lightning_sm.job.control_folder import ControlFolder
 from lightning_sm.job.variables import CONTROL_DIR
 from lightning_sm.training.callbacks.spot_checkpoint import STOP_SIGNALS, SpotCheckpoint, TrainingInterrupted
-from lightning_sm.training.checkpoints.newest import newest_checkpoint
+from lightning_sm.training.checkpoints.find_newest import newest_checkpoint
 from tests.integration.interrupted_fits import (
     MOMENTS,
     NUM_STEPS,

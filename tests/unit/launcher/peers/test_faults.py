@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from lightning_sm.job.secret import new_secret
+from lightning_sm.job.host_keys import new_secret
 from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher.peers import hub as hub_module
 from lightning_sm.launcher.peers import messages

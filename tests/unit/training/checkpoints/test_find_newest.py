@@ -23,9 +23,9 @@ import torch.distributed.checkpoint as dcp
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
-from lightning_sm.training.checkpoints import newest as newest_module
+from lightning_sm.training.checkpoints import find_newest as newest_module
+from lightning_sm.training.checkpoints.find_newest import JOB_KEY, job_facts, newest_checkpoint
 from lightning_sm.training.checkpoints.fits import Fit
-from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, newest_checkpoint
 from lightning_sm.training.checkpoints.pickle_peek import inert_checkpoint
 from tests.fakes.small_app import SmallData, SmallModel, make_trainer
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from lightning_sm.errors import HostResolutionError
-from lightning_sm.job.rendezvous import own_address, resolves, wait_for_host
+from lightning_sm.job.reachability import own_address, resolves, wait_for_host
 from tests.fakes.job_folder import make_job
 
 

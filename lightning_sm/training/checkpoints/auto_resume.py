@@ -13,9 +13,9 @@ from typing import Any
 from lightning_sm._text import shortened
 from lightning_sm.errors import CheckpointError, CheckpointMismatchError, LightningSMError
 from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.training.checkpoints.find_newest import FoundCheckpoint, newest_checkpoint
+from lightning_sm.training.checkpoints.finder_results import allow_searches, restore_searched, skip_searches
 from lightning_sm.training.checkpoints.fits import Fit
-from lightning_sm.training.checkpoints.newest import FoundCheckpoint, newest_checkpoint
-from lightning_sm.training.checkpoints.searches import allow_searches, restore_searched, skip_searches
 from lightning_sm.training.checkpoints.transfer import HostLeaders, on_every_host
 
 logger = logging.getLogger(__name__)

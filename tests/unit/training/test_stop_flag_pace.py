@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.training.pace import Pace
+from lightning_sm.training.stop_flag_pace import Pace
 
 
 @given(st.integers(1, 600), st.lists(st.lists(st.floats(0.0, 100.0), min_size=5, max_size=5), max_size=20))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sm.errors import JobConfigError
-from lightning_sm.job.secret import job_key, new_secret
+from lightning_sm.job.host_keys import job_key, new_secret
 from lightning_sm.job.variables import JOB_SECRET
 
 
