@@ -19,8 +19,8 @@ import lightning_sm
 from lightning_sm import __main__ as program
 from lightning_sm.job.variables import USER_SETTINGS
 from lightning_sm.submit import command as submit
+from lightning_sm.submit.dataclass_fields import KeyField, all_keys, is_section, shown_default
 from lightning_sm.submit.job_file import Job
-from lightning_sm.submit.key_fields import KeyField, all_keys, is_section, shown_default
 
 # Matches inline code, which stays unchanged, or a "<" that would start HTML.
 _LESS = re.compile(r"(`[^`]*`)|<")

@@ -208,7 +208,7 @@ class ProcessRuntime(HostRuntime):
                 adopt_orphans(False)
 
     def clear(self, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
-        """Kill all processes that the hosts left behind until none remains, or until a time limit."""
+        """Kill all processes that the hosts left behind, until none remain or a time limit is reached."""
         launchers = {host.process.pid: host.waiter for host in hosts}  # reaped by their own threads
         deadline = time.monotonic() + _KILL_S
         while time.monotonic() < deadline:

@@ -1,9 +1,9 @@
 """The control folder, through which the processes of a script report their progress to the launcher.
 
 The launcher sets its path in ``LIGHTNING_SM_CONTROL_DIR``. Each training process, and the main process of a data host,
-creates a file there. The file's existence asks the launcher for the gentle signal when the job is stopped; the file's
-content is the process's progress. Without the launcher (the stock toolkit, a laptop), there is no folder and nothing is
-written.
+creates a file there. If the file exists, the launcher sends the process the gentle signal when the job is stopped; the
+file's content is the process's progress. Without the launcher (the stock toolkit, a laptop), there is no folder and
+nothing is written.
 
 Files in the folder: ``process-<pid>`` (one line, see ``Beat``), ``stacks-<pid>`` (written by faulthandler on request),
 ``saved.jsonl`` (the checkpoints saved in an interruption), ``failure-<pid>.json`` (see ``job/failure_file.py``),

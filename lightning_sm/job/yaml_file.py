@@ -36,7 +36,7 @@ def read_mapping(file: Path, what: str, example: str = "") -> dict[str, Any]:
         raise JobConfigError(f"The {what} {file} is not a mapping from names to values.{shown}")
     unknown = sorted(set(values) - set(yaml.safe_load(example))) if example else []
     if unknown:
-        raise JobConfigError(f"The {what} {file} has the unknown key {unknown[0]}.{shown}")
+        raise JobConfigError(f"The {what} {file} has an unknown key: {unknown[0]}.{shown}")
     return values
 
 

@@ -199,7 +199,7 @@ def write_failure(output_dir: Path, reason: str) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         path.write_text(plain(reason)[:MAX_REASON_CHARS], encoding="utf-8", errors="replace")
     except OSError as error:
-        _LOG.warning("cannot write %s (%s). The reason for the failure: %s", path, error, reason)
+        _LOG.warning("cannot write %s (%s). The job failed because: %s", path, error, reason)
 
 
 def ending_of(exit_code: int) -> str:

@@ -133,7 +133,7 @@ def write_report(
     """
     named = dict(zip(map(str, sources), names, strict=False))
     if len(names) > len(sources):
-        raise JobConfigError(f"--name is given {times(len(names))}, for {count(len(sources), 'folder')} of runs.")
+        raise JobConfigError(f"--name is given {times(len(names))}, for only {count(len(sources), 'folder')}.")
     runs = [Figures(replace(run, name=named.get(run.source, run.name))) for run in read_runs(sources, job)]
     for run in runs:  # first, in case the page takes too long
         _print(f"{run.run.name}: {verdict.ending(run)} {verdict.headline(run)}")

@@ -16,8 +16,8 @@ from lightning_sm._table import draw_table
 from lightning_sm._text import count, duration, percent, rate, step_time, times
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record.events import SUCCEEDED
-from lightning_sm.record.limits import MIN_STEPS
 from lightning_sm.record.prices import Prices, cost
+from lightning_sm.record.thresholds import MIN_STEPS
 from lightning_sm.report.figures import RESTARTS, Figures
 
 

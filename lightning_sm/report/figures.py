@@ -30,8 +30,8 @@ from lightning_sm.record.events import (
     Span,
     Steps,
 )
-from lightning_sm.record.limits import RankPace
 from lightning_sm.record.runs import ProcessRecord, RunRecord
+from lightning_sm.record.thresholds import RankPace
 from lightning_sm.record.totals import Totals, pace_of, samples_per_step, with_longest_wait
 
 # The parts of the job's total time, in the order used by charts and tables.

@@ -15,8 +15,8 @@ from lightning_sm._text import duration, percent, rate, size, step_time
 from lightning_sm._version import __version__
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record.events import PARTS
-from lightning_sm.record.limits import MIN_STEPS, NOT_INPUT_BOUND
 from lightning_sm.record.prices import Prices
+from lightning_sm.record.thresholds import MIN_STEPS, NOT_INPUT_BOUND
 from lightning_sm.report import verdict
 from lightning_sm.report.figures import Figures
 

@@ -21,8 +21,8 @@ from lightning_sm._text import count, duration, percent, step_time
 from lightning_sm.data.settings import default_workers
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.instance_types import num_vcpus
-from lightning_sm.record.limits import MIN_STEPS, NOT_INPUT_BOUND, WORKERS_ARE_BUSY
 from lightning_sm.record.prices import Prices, cost
+from lightning_sm.record.thresholds import MIN_STEPS, NOT_INPUT_BOUND, WORKERS_ARE_BUSY
 from lightning_sm.record.totals import of_all_ranks
 from lightning_sm.report.figures import Figures
 

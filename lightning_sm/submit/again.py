@@ -19,7 +19,7 @@ from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS
 from lightning_sm.submit.cost_limit import confirm_cost
 from lightning_sm.submit.job_file import read_job
 from lightning_sm.submit.overrides import Override
-from lightning_sm.submit.service_limits import fitting
+from lightning_sm.submit.request_limits import fitting
 from lightning_sm.submit.submit import send, show_dry_run
 from lightning_sm.submit.training_job import MAX_NAME_CHARS
 

@@ -13,8 +13,8 @@ from lightning_sm._untested import SERVICE
 from lightning_sm.cloud.installed import check_boto3
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit.cost_limit import confirm_cost
+from lightning_sm.submit.dataclass_fields import KeyPath, all_keys, is_section, shown_default
 from lightning_sm.submit.job_file import Job, read_job
-from lightning_sm.submit.key_fields import KeyPath, all_keys, is_section, shown_default
 from lightning_sm.submit.overrides import parse_overrides
 
 if TYPE_CHECKING:

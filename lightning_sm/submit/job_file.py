@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS
+from lightning_sm.submit.dataclass_fields import key
 from lightning_sm.submit.job_reader import JobReader
-from lightning_sm.submit.key_fields import key
 from lightning_sm.submit.overrides import Override
 from lightning_sm.submit.problems import Position
 

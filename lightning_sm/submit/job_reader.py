@@ -20,7 +20,7 @@ from yaml.constructor import SafeConstructor
 from lightning_sm._arguments import did_you_mean
 from lightning_sm._text import shortened
 from lightning_sm.job.redaction import shown
-from lightning_sm.submit.key_fields import KeyField, expected, is_section, keys_of, suggestion
+from lightning_sm.submit.dataclass_fields import KeyField, expected, is_section, keys_of, suggestion
 from lightning_sm.submit.overrides import Override
 from lightning_sm.submit.problems import Position, position_of, raise_problems
 

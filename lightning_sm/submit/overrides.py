@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lightning_sm._arguments import did_you_mean
 from lightning_sm.errors import SubmitError
-from lightning_sm.submit.key_fields import keys_of, suggestion
+from lightning_sm.submit.dataclass_fields import keys_of, suggestion
 
 
 class Override(NamedTuple):

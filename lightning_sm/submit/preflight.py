@@ -1,7 +1,7 @@
 """The rules for a job, all of which are checked before anything is sent.
 
 These rules relate keys to each other, or are enforced by the service but not documented in its API model. For limits of
-single values, see ``service_limits``.
+single values, see ``request_limits``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_sm.job.variables import DATA_GROUPS, JOB_SECRET, SETTINGS, misspe
 from lightning_sm.submit.cost_limit import cost_problems
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.problems import Findings, JobProblem
-from lightning_sm.submit.service_limits import IF_NEW, PLACES, matches, values_of
+from lightning_sm.submit.request_limits import IF_NEW, PLACES, matches, values_of
 from lightning_sm.submit.training_job import MAX_NAME_CHARS, config_of, prepared, script_options
 from lightning_sm.submit.tuning import tuning_problems
 

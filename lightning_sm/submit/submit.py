@@ -29,8 +29,8 @@ from lightning_sm.submit.local import ignored_keys, run_containers
 from lightning_sm.submit.preflight import ECR_IMAGE, check
 from lightning_sm.submit.price_list import with_list_prices
 from lightning_sm.submit.problems import Findings
+from lightning_sm.submit.request_limits import request_problems
 from lightning_sm.submit.retry import submit_until_capacity
-from lightning_sm.submit.service_limits import request_problems
 from lightning_sm.submit.storage import code_address, create_output, output_of, upload_code
 from lightning_sm.submit.training_job import new_job_name, prepared, training_job
 from lightning_sm.submit.tuning import tuning_job

@@ -13,7 +13,7 @@ from lightning_sm.job.host_keys import new_secret
 from lightning_sm.job.hyperparameters import encode
 from lightning_sm.job.variables import MAX_RESTARTS
 from lightning_sm.job.yaml_file import read_mapping
-from lightning_sm.record.progress import metric_pattern, objective_pattern
+from lightning_sm.record.progress_metrics import metric_pattern, objective_pattern
 from lightning_sm.submit.job_file import InputChannel, Job
 
 # The format of the SDKs' job names, without the milliseconds, which two submitters may share.
@@ -77,7 +77,7 @@ def metric_definitions(names: Iterable[str], objective: str | None = None) -> li
     """Build the metric definitions with which CloudWatch reads metrics from the log.
 
     Args:
-        names: Metrics as LineProgress prints them (``record/progress.py``).
+        names: Metrics as LineProgress prints them (``record/progress_metrics.py``).
         objective: The metric that a tuning job optimizes, which is read once per validation.
     """
     regexes = {name: metric_pattern(name) for name in names}

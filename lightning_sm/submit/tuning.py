@@ -18,7 +18,7 @@ from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.hyperparameters import check_name
 from lightning_sm.submit.job_file import Job, Range, Tune
 from lightning_sm.submit.problems import JobProblem
-from lightning_sm.submit.service_limits import fitting
+from lightning_sm.submit.request_limits import fitting
 from lightning_sm.submit.training_job import joined, present
 
 _TIME = "-%y%m%d-%H%M%S"
@@ -29,7 +29,7 @@ _NOT_MISSED = frozenset({"TrainingJobName", "HyperParameters", "Tags", "Profiler
 
 
 def tuning_problems(job: Job) -> Iterator[JobProblem]:
-    """Yield a problem for each invalid range; ``service_limits`` checks the rest of the request."""
+    """Yield a problem for each invalid range; ``request_limits`` checks the rest of the request."""
     if job.tune is None:
         return
     if not job.tune.ranges:

@@ -72,7 +72,7 @@ class ScriptArgumentParser(LightningArgumentParser):
         if is_unknown and self.subcommand_names and getattr(ex, "subcommand_parser", None) is None:
             names = ", ".join(self.subcommand_names)
             hints.insert(
-                0, f"Options come after a subcommand ({names}): {self.prog} {self.subcommand_names[0]} --OPTION ..."
+                0, f"Options must follow a subcommand ({names}): {self.prog} {self.subcommand_names[0]} --OPTION ..."
             )
         super().error("\n".join([message, *hints]), ex)
 

@@ -95,7 +95,7 @@ _EXCEPTIONS = {
         "re.search(name, message)": "argparse names an unknown option only in its message",
         "'unrecognized arguments' in message.lower()": "as above",
     },
-    "submit/service_limits.py": {"re.fullmatch(_pattern(pattern), text)": _SETTING},
+    "submit/request_limits.py": {"re.fullmatch(_pattern(pattern), text)": _SETTING},
     "report/live.py": {
         "run.outcome not in (RUNNING, INTERRUPTED)": "the constant is the kind, and says itself to people",
         "one.text.split()": "puts a text on one line",

@@ -11,8 +11,8 @@ import pytest
 
 from lightning_sm import __main__ as program
 from lightning_sm.job.variables import SETTINGS
+from lightning_sm.submit.dataclass_fields import all_keys
 from lightning_sm.submit.job_file import Job
-from lightning_sm.submit.key_fields import all_keys
 
 REFERENCE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "reference.py"))
 

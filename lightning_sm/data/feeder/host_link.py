@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from lightning_sm.data.protocol.calls import FinishRequest, HeartbeatRequest, HostReport, LoadRequest, Request
-from lightning_sm.data.protocol.codec import decode
 from lightning_sm.data.protocol.frames import FrameReader
 from lightning_sm.data.protocol.grpc_call import Call
 from lightning_sm.data.protocol.grpc_client import GrpcChannel
 from lightning_sm.data.protocol.grpc_status import CallError, CallStatus
+from lightning_sm.data.protocol.message_codec import decode
 from lightning_sm.data.protocol.openings import Opening, OpeningsReply, OpeningsRequest
 from lightning_sm.data.protocol.probe import diagnose
 from lightning_sm.data.protocol.spec import CHUNK_BYTES

@@ -12,8 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_sm._lightning import CombinedLoader, replace_dunder_methods
 from lightning_sm._random_state import RandomState
 from lightning_sm.data.host.identity import compared_fields
-from lightning_sm.data.host.parts import LEFT, REMEDIES, Parts
 from lightning_sm.data.host.pickler import Attributes, pickle_object
+from lightning_sm.data.host.stand_ins import LEFT, REMEDIES, Parts
 from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.host.world import RankWorld
 from lightning_sm.data.protocol.openings import CallResult

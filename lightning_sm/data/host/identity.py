@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler
 
-from lightning_sm.data.host.parts import length_of
+from lightning_sm.data.host.stand_ins import length_of
 
 
 def compared_fields(call: str, loaders: Sequence[DataLoader[Any]], missing: Sequence[str]) -> dict[str, str]:

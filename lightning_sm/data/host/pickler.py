@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from lightning_sm._lightning import LightningModule, Trainer
 from lightning_sm.data.batch.pickled import NUMPY_DTYPES
-from lightning_sm.data.host.parts import Parts
 from lightning_sm.data.host.snapshot import ALIGNMENT, NUMBER
+from lightning_sm.data.host.stand_ins import Parts
 from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.protocol.spec import snapshot_hash
 from lightning_sm.errors import DataSettingsError

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
-from lightning_sm.data.host.parts import PartStandIn
+from lightning_sm.data.host.stand_ins import PartStandIn
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class IndexedBuilder:
     def _batch(self, spec: FetchSpec, number: int, notes: WorkerNotes, arena: Arena) -> Any:
         source = self._source
         notes.set_text("unpickling what the sampler yielded")
-        index = pickle.loads(spec.indices[number])  # noqa: S301  # from a trainer that has proved the token
+        index = pickle.loads(spec.indices[number])  # noqa: S301  # from a trainer that knows the token
         # Include the rank, because the ranks of a job often have the same base seed.
         seed = _hash(_BATCH_KEY.pack(spec.seed, spec.rank, spec.first + number))
         seed_all(seed)

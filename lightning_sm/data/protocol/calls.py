@@ -7,8 +7,8 @@ from typing import ClassVar, TypeVar
 from msgspec import field
 
 from lightning_sm._structs import Struct
-from lightning_sm.data.protocol.codec import Name, Natural, NumPlaces, Real, decode
 from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.protocol.message_codec import Name, Natural, NumPlaces, Real, decode
 
 # Requests hold names, numbers, and the openings that a rank wants.
 _MAX_REQUEST_BYTES = 1 << 20

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from lightning_sm._structs import encode
-from lightning_sm.data.protocol.codec import AnyInt, Name, Natural, NumPlaces
+from lightning_sm.data.protocol.message_codec import AnyInt, Name, Natural, NumPlaces
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import WireError
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from lightning_sm._structs import Struct
-from lightning_sm.data.protocol.codec import Natural, Real
+from lightning_sm.data.protocol.message_codec import Natural, Real
 
 # Round to a tenth of a millisecond.
 _DIGITS = 4

@@ -10,8 +10,8 @@ from typing import Annotated, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta
 
-from lightning_sm.data.protocol.codec import Natural, Real, decode
 from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.message_codec import Natural, Real, decode
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import WireError
 

@@ -51,8 +51,8 @@ class Call:
         receiver: Receives the messages of the answer.
         requests: All requests; None if ``send`` adds them one by one.
         confirm: Checks the headers of the answer and returns the request that confirms the call; raises CallError if
-            the server has not proved the token.
-        waits: Whether to send the confirming request first, and nothing before the server has proved the token.
+            the server has not proved that it knows the token.
+        waits: Whether to send the confirming request first, and nothing else before the server has proved the token.
 
     Attributes:
         transport: The connection; None until the call is started.
@@ -83,7 +83,7 @@ class Call:
         self._requests: Iterator[bytes] | None = None if requests is None else iter(requests)
         self._confirm = confirm
         self._waits = waits
-        self._is_proved = False  # the server has proved the token
+        self._is_proved = False  # the server has proved that it knows the token
         self._outgoing: deque[memoryview] = deque()
         self._prefix = bytearray(_PREFIX.size)
         self._num_prefix = 0  # bytes of the prefix that have arrived
@@ -108,7 +108,7 @@ class Call:
     # In the thread of the connection
 
     def begin(self, headers: Mapping[bytes, bytes]) -> CallError | None:
-        """Check the initial headers of the answer; return an error if the server has not proved the token."""
+        """Check the initial headers of the answer; return an error if they do not prove knowledge of the token."""
         try:
             confirmation = self._confirm(headers)
         except CallError as error:

@@ -8,8 +8,8 @@ from msgspec import Meta, field
 
 from lightning_sm._structs import Struct
 from lightning_sm.data.protocol.calls import Request
-from lightning_sm.data.protocol.codec import AnyInt, Name, Natural, NumPlaces
 from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.message_codec import AnyInt, Name, Natural, NumPlaces
 
 # Maximum number per rank, for its loaders and the workers of its streams.
 _MAX_OPENINGS = 1 << 14

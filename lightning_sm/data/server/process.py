@@ -118,7 +118,7 @@ class ServerProcess:
                 with self._leasing:
                     self._leases.expect_no_more()
             case host_messages.StartedWorkers():
-                self._keep_workers()  # before ``take`` tells ranks that the opening is open: they then send requests
+                self._keep_workers()  # before ``take`` tells ranks that the opening is ready, and they send requests
                 self._openings.take(message)
 
     def _keep_workers(self) -> None:

@@ -20,8 +20,8 @@ from lightning_sm.data.host.hook_call import (
     loaders_in,
     set_attribute,
 )
-from lightning_sm.data.host.parts import REMEDIES, ResultUnpickler
 from lightning_sm.data.host.pickler import Attributes, PickledObject, pickle_object
+from lightning_sm.data.host.stand_ins import REMEDIES, ResultUnpickler
 from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.trainer.connection import ServiceConnection

@@ -2,7 +2,7 @@
 
 Scripts written for the toolkit read these variables; lightning_sm itself reads SageMaker's files. This module does not
 use the toolkit's ``Environment``, which imports boto3, starts ``nvidia-smi``, ``neuron-ls`` and ``which``, creates
-folders, and changes variables of the calling process. A test compares each variable with the toolkit's.
+folders, and changes the calling process's environment. A test compares each variable with the toolkit's.
 """
 
 from __future__ import annotations

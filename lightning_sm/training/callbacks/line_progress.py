@@ -14,7 +14,7 @@ import torch
 from lightning_sm._lightning import Callback, LightningModule, ProgressBar, Trainer, rank_zero_only
 from lightning_sm._text import clock_time
 from lightning_sm._unlisted import UnlistedProgressBar
-from lightning_sm.record.progress import progress_line
+from lightning_sm.record.progress_metrics import progress_line
 from lightning_sm.record.totals import Totals, samples_per_step
 from lightning_sm.timing.step_times import StepTimes
 

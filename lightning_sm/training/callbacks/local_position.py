@@ -303,8 +303,8 @@ def _recorded(trainer: Trainer) -> _Loaders:
 def _saved_order(trainer: Trainer, loader: DataLoader[Any], order: _RecordedOrder | None) -> dict[str, Any]:
     """Return the position of a loader, as values that ``torch.load(weights_only=True)`` accepts.
 
-    The position consists of the random states with which the loader drew its order, and its generator's state. For a
-    loader with workers on data hosts, it includes the position of the iterator, and the batch of the epoch with which
+    The position consists of the random states that the loader drew its order from, and its generator's state. For a
+    loader with workers on data hosts, it includes the position of the iterator, and the index of the batch from which
     the iterator started.
     """
     drawn_with, generator = (None, None) if order is None else order.drawn()
@@ -532,11 +532,11 @@ class _RecordedOrder:
                 sampler.set_epoch(epoch)
 
     def drawn(self) -> tuple[_DrawnWith | None, torch.Tensor | None]:
-        """Return the states with which the last order was drawn, and the generator's state."""
+        """Return the random states that the last order was drawn from, and the generator's state."""
         return self._drawn_with, None if self._generator is None else self._generator.get_state()
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the generator's state, and the states with which another run drew its last order."""
+        """Restore the generator's state, and the random states that another run drew its last order from."""
         drawn_with = saved["drawn_with"]
         self._drawn_with = None if drawn_with is None else _DrawnWith(*map(RandomState.of, drawn_with))
         if self._generator is not None and saved["generator"] is not None:

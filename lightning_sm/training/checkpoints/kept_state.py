@@ -19,7 +19,7 @@ def keep_checkpointed_state(trainer: Any) -> Iterator[None]:
     """
     model = trainer.lightning_module
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _is_writable(tensor)]
-    # Of a DTensor, copy only the part that this rank holds.
+    # For a DTensor, copy only the part that this rank holds.
     tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     optimizers = [(item, *_state_of(item)) for item in trainer.optimizers if isinstance(item, torch.optim.Optimizer)]

@@ -55,10 +55,10 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def inert_pickle(data: bytes) -> Any:
-    """Return the value of a pickle, with an ``Inert`` in place of each object that is not a plain value.
+    """Unpickle a value, with an ``Inert`` in place of each object that is not a plain value.
 
     Raises:
-        Exception: Of any type, if the data is not a pickle.
+        Exception: The data is not a pickle. Any type of exception is possible.
     """
     return _InertUnpickler(io.BytesIO(data)).load()
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PIECE_BYTES = 64 << 20
-# SMDDP does not work beside Gloo, so with SMDDP, ranks load the files that their hosts have.
+# SMDDP does not work alongside Gloo, so with SMDDP, each rank loads the files of its own host.
 _WITHOUT_GLOO = "smddp"
 # Shards of torch.distributed.checkpoint; a host receives only the parts that its ranks read.
 _SHARD = ".distcp"

@@ -77,8 +77,8 @@ def refuse_in_fabric(job: SageMakerJob) -> None:
     split = requested_model_parallelism(job.hyperparameters)
     if split is not None and split.strategy == "pipeline":
         raise StrategyError(
-            f"{split.source}, which is {split} here, but SageMakerFabric has no pipeline. Use SageMakerTrainer or "
-            "SageMakerCLI, or remove modelparallel from distribution."
+            f"{split.source}, which is {split} here, but SageMakerFabric does not support pipelines. Use "
+            "SageMakerTrainer or SageMakerCLI, or remove modelparallel from distribution."
         )
 
 

@@ -22,8 +22,8 @@ from sybil.evaluators.python import PythonEvaluator
 
 from lightning_sm import __main__ as program
 from lightning_sm.record.prices import read_prices
+from lightning_sm.submit.dataclass_fields import keys_of
 from lightning_sm.submit.job_file import Job, read_job
-from lightning_sm.submit.key_fields import keys_of
 from tests.fakes.sagemaker_service import FakeService
 from tests.integration.docs.pages import DOCS, PAGES, REPOSITORY, commands, examples, language, place
 from tests.integration.emulators import local

@@ -9,7 +9,7 @@ import pytest
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit import submit
 from lightning_sm.submit.job_file import Group, Job, Range, Tune
-from lightning_sm.submit.service_limits import request_problems
+from lightning_sm.submit.request_limits import request_problems
 
 JOB = Job(
     image="111122223333.dkr.ecr.us-east-1.amazonaws.com/a:b",

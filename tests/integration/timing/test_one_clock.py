@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm.data.host.data_host import DataHost
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.trainer import verdict
+from lightning_sm.data.trainer import waiting_reasons
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.record.events import DataService, find_files, read_lines
@@ -63,7 +63,7 @@ class Model(LightningModule):
 def test_everybody_says_the_same_wait(tmp_path, caplog, monkeypatch):
     """All four agree on the wait, and none counts validations within the epoch as part of a step."""
     caplog.set_level(logging.INFO, "lightning_sm")
-    monkeypatch.setattr(verdict, "_MIN_SECONDS", 0.0)
+    monkeypatch.setattr(waiting_reasons, "_MIN_SECONDS", 0.0)
     groups = (InstanceGroup("trainer", ("algo-1",)),)
     job = SageMakerJob("algo-1", ("algo-1",), groups, "test", base_dir=tmp_path, checkpoint_dir=tmp_path / "kept")
     quiet = {"enable_model_summary": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}

@@ -119,7 +119,7 @@ def test_other_errors_have_no_answer(shown):
 def test_options_without_a_subcommand_are_answered_with_one(shown):
     """One error lists all problems of a command from an article about LightningCLI of Lightning 1."""
     told = shown(*ARTICLE, code=2)
-    assert "Options come after a subcommand (fit, validate, test, predict): train.py fit --OPTION ..." in told
+    assert "Options must follow a subcommand (fit, validate, test, predict): train.py fit --OPTION ..." in told
     for option in ("trainer.weights_save_path", "logger.save_dir", "logger.name"):
         assert f"{option} is not an option here." in told
     assert "subcommand (" not in shown("fit", *ARTICLE, code=2)

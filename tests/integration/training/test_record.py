@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
-from lightning_sm.data.trainer.verdict import verdict
+from lightning_sm.data.trainer.waiting_reasons import verdict
 from lightning_sm.record import events
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run

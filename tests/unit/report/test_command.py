@@ -46,7 +46,7 @@ def test_runs_get_the_names_that_the_user_gives(tmp_path, capsys, caplog):
     assert names == ["before", "with a data host"]
     assert "<h1>with a data host</h1>" in (tmp_path / "page.html").read_text()
     assert main(["report", folders[0], *page, "--name", "a", "--name", "b"]) == 2
-    assert "--name is given 2 times, for 1 folder of runs." in caplog.text
+    assert "--name is given 2 times, for only 1 folder." in caplog.text
 
 
 def test_a_timeline_is_written_beside_the_page(run, tmp_path, caplog):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from lightning_sm.record.events import GpuUse, HostUse, Loader
-from lightning_sm.record.limits import RankPace, slow_rank
+from lightning_sm.record.thresholds import RankPace, slow_rank
 from lightning_sm.record.totals import Totals
 from lightning_sm.report.figures import HostSummary, TrainingRestart
 from lightning_sm.report.limits import cause_of_wait, leading, limits

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from lightning_sm.errors import SubmitError
+from lightning_sm.submit.dataclass_fields import all_keys, keys_of
 from lightning_sm.submit.job_file import Group, InputChannel, Job, Range, Spot, Tune
 from lightning_sm.submit.job_file import read_job as read
-from lightning_sm.submit.key_fields import all_keys, keys_of
 from lightning_sm.submit.overrides import Override, parse_overrides
 
 ROOT = Path(__file__).parents[3]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_sm.submit.job_file import Group
-from lightning_sm.submit.service_limits import request_problems
+from lightning_sm.submit.request_limits import request_problems
 from lightning_sm.submit.training_job import MAX_NAME_CHARS, new_job_name, training_job
 from tests.unit.submit.test_preflight import JOB
 

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_sm.job.hyperparameters import encode, to_argv
 from lightning_sm.submit.job_file import Range, Tune
-from lightning_sm.submit.service_limits import request_problems
+from lightning_sm.submit.request_limits import request_problems
 from lightning_sm.submit.training_job import script_options, training_job
 from lightning_sm.submit.tuning import tuning_job, tuning_problems
 from tests.unit.submit.test_preflight import JOB

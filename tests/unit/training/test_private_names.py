@@ -151,7 +151,7 @@ OF_OTHERS = {
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, like its _iterator
     "training/checkpoints/kept_state.py": {"_local_tensor"},  # torch
     "training/rank_barrier.py": {"_get_default_store"},  # torch
-    "training/strategies/pipeline/effects.py": {"_forward_cache"},  # torchmetrics
+    "training/strategies/pipeline/step_effects.py": {"_forward_cache"},  # torchmetrics
     "training/strategies/pipeline/layers.py": {"_reset_parameters"},  # torch
     "training/strategies/pipeline/rows.py": {"_fields"},  # named tuples
 }

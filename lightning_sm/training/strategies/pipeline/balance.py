@@ -37,7 +37,7 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def explicit_split(begins: Sequence[int | str], names: Sequence[str], num_stages: int) -> list[range]:
-    """Cut layers where the user asks.
+    """Split the layers into stages where the user asks.
 
     Args:
         begins: The index or name of the first layer in each stage, except for the first stage.

@@ -90,11 +90,12 @@ def refuse_mixed_rows(stage: Stage, replica: Replica, inputs: Sequence[Tensor]) 
             # Accept layers that draw random numbers even in eval mode: with these, the outputs of equal runs differ.
             if difference > tolerance >= float((repeated - output).abs().max()):
                 raise StrategyError(
-                    f"The network's output for a row depends on other rows of its batch: for rows 0 to "
-                    f"{len(inputs[0]) - 1} as one batch and as two microbatches it differs by {difference:.2g} "
-                    f"(largest value {largest:.2g}). A pipeline cuts batches along dimension 0. If that is time, put "
-                    "the samples first; with nn.LSTM and nn.TransformerEncoderLayer, set batch_first=True. If layers "
-                    "compare the samples of a batch, use num_microbatches=1, or strategy=ddp or fsdp."
+                    f"The network's output for a row depends on other rows of its batch: rows 0 to "
+                    f"{len(inputs[0]) - 1} give outputs that differ by {difference:.2g} as one batch and as two "
+                    f"microbatches (largest value {largest:.2g}). A pipeline cuts batches along dimension 0. If "
+                    "dimension 0 is time, put the samples first; with nn.LSTM and nn.TransformerEncoderLayer, set "
+                    "batch_first=True. If layers compare the samples of a batch, use num_microbatches=1, or "
+                    "strategy=ddp or fsdp."
                 )
     for module in training:
         module.training = True

@@ -62,5 +62,5 @@ def rows_of(batch: Any, rows: int, part: slice) -> Any:
 
 
 def num_microbatches(rows: int, wanted: int) -> int:
-    """Return the largest number of microbatches up to ``wanted`` that divides the rows: schedules need equal shapes."""
+    """Return the largest possible number of equal microbatches up to ``wanted``: schedules need equal shapes."""
     return max(number for number in range(1, min(rows, wanted) + 1) if rows % number == 0)

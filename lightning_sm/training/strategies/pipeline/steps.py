@@ -16,10 +16,10 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_sm._lightning import LightningModule
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.effects import StepEffects
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.layers import Network
 from lightning_sm.training.strategies.pipeline.random_state import random_state
+from lightning_sm.training.strategies.pipeline.step_effects import StepEffects
 
 # Attributes of these classes are copied item by item.
 _CONTAINERS = (list, dict, set, deque)
@@ -32,10 +32,10 @@ class _LeftError(BaseException):
 class UserSteps:
     """A runner of the user's steps, whose network is split across several ranks.
 
-    The LightningModule stays as the user wrote it. Each rank of a replica runs a step up to the network's call, and
-    there runs its stage. The last rank gets the output, and runs the step to the end. The others leave the step, and
-    get its effects (see ``StepEffects``). While the stages run a training step, the last rank also runs
-    ``training_step`` for each microbatch, on a copy of the module, to get the loss.
+    The LightningModule stays as the user wrote it. Each rank of a replica runs a step until it calls the network, and
+    then runs its own stage. The last rank receives the output and runs the rest of the step. The others exit the step
+    early, and its effects are then applied to them (see ``StepEffects``). While the stages run a training step, the
+    last rank also runs ``training_step`` for each microbatch, on a copy of the module, to get the loss.
 
     Args:
         module: The LightningModule.

@@ -129,7 +129,9 @@ def test_a_strategy_beside_modelparallel_is_an_error_that_names_both(host, hyper
 
 
 def test_fabric_refuses_a_split_model(host):
-    """SageMakerFabric has no pipeline, and refuses a split model instead of training without one."""
+    """SageMakerFabric does not support pipelines, and refuses a split model instead of training without one."""
     configure(host, "ml.p3.16xlarge", SPLIT)
-    with pytest.raises(StrategyError, match=r"smdistributed.modelparallel .* but SageMakerFabric has no pipeline"):
+    with pytest.raises(
+        StrategyError, match=r"smdistributed.modelparallel .* but SageMakerFabric does not support pipelines"
+    ):
         SageMakerFabric(accelerator="cpu")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
 from lightning_sm.data.protocol import calls, openings
-from lightning_sm.data.protocol.codec import decode
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.protocol.message_codec import decode
 from lightning_sm.errors import WireError
 
 PROBLEM = Failure("RemoteTransformError", "no file 'a'", "unpickling the dataset")

@@ -7,7 +7,7 @@ from statistics import median
 
 from lightning_sm._text import count, duration, percent, size, times
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
-from lightning_sm.record.limits import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, RankPace, WaitCause, slow_rank
+from lightning_sm.record.thresholds import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, RankPace, WaitCause, slow_rank
 
 # Do not report waits below this fraction of the epoch or this many seconds.
 _MIN_FRACTION = NOT_INPUT_BOUND

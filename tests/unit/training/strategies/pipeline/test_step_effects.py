@@ -12,7 +12,7 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.effects import StepEffects
+from lightning_sm.training.strategies.pipeline.step_effects import StepEffects
 
 PREDICTED = torch.tensor([0.9, 0.2, 0.8, 0.7])
 LABELS = torch.tensor([1, 1, 0, 1])

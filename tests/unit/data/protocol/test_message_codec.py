@@ -8,7 +8,7 @@ SCRIPT = """
 import sys, threading
 import msgspec
 from lightning_sm._structs import Struct
-from lightning_sm.data.protocol.codec import decode
+from lightning_sm.data.protocol.message_codec import decode
 
 sys.setswitchinterval(1e-6)
 for number in range(100):

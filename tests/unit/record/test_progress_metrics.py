@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_sm.record.progress import metric_pattern, objective_pattern, progress_line
+from lightning_sm.record.progress_metrics import metric_pattern, objective_pattern, progress_line
 
 
 def test_a_line_has_the_position_first_and_the_rates_last():

@@ -5,7 +5,7 @@ import copy
 import pytest
 from botocore.validate import ParamValidator
 
-from lightning_sm.submit import service_limits
+from lightning_sm.submit import request_limits
 
 REQUEST = {
     "TrainingJobName": "job-1",
@@ -43,7 +43,7 @@ def with_change(path, value):
 
 def test_a_good_request_has_no_problems():
     """A valid request has no problems."""
-    assert service_limits.request_problems(REQUEST) == []
+    assert request_limits.request_problems(REQUEST) == []
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_a_good_request_has_no_problems():
 def test_every_limit_has_an_edge(path, good, bad, words):
     """The largest allowed value has no problem; the next value has one, which names the place or the key."""
     if good is not None:
-        assert service_limits.request_problems(with_change(path, good)) == []
-    problems = service_limits.request_problems(with_change(path, bad))
+        assert request_limits.request_problems(with_change(path, good)) == []
+    problems = request_limits.request_problems(with_change(path, bad))
     assert problems
     assert words in problems[0].text
 
@@ -100,8 +100,8 @@ def test_every_limit_has_an_edge(path, good, bad, words):
 )
 def test_lists_have_an_edge(path, entry, maximum):
     """40 metrics of 500 characters, 20 channels or 5 groups are allowed; one more is a problem."""
-    assert service_limits.request_problems(with_change(path, [entry] * maximum)) == []
-    (problem,) = service_limits.request_problems(with_change(path, [entry] * (maximum + 1)))
+    assert request_limits.request_problems(with_change(path, [entry] * maximum)) == []
+    (problem,) = request_limits.request_problems(with_change(path, [entry] * (maximum + 1)))
     assert f"{maximum + 1} entries; the service allows {maximum}" in problem.text
 
 
@@ -115,7 +115,7 @@ def test_lists_have_an_edge(path, entry, maximum):
 )
 def test_a_setting_that_an_older_botocore_does_not_know_is_a_problem(path, key, words):
     """The problem names the key that requests the setting and the package to upgrade."""
-    (problem,) = service_limits.request_problems(with_change(path, True))
+    (problem,) = request_limits.request_problems(with_change(path, True))
     assert problem.key.partition(".")[0] == key
     assert words in problem.text
     assert "pip install --upgrade boto3" in problem.text
@@ -130,7 +130,7 @@ def test_all_problems_are_found_at_once():
         "RoleArn": 7,
         "RetryStrategy": {"MaximumRetryAttempts": 0},
     }
-    assert len(service_limits.request_problems(request)) == 5
+    assert len(request_limits.request_problems(request)) == 5
 
 
 def test_what_botocore_refuses_is_refused():
@@ -138,8 +138,8 @@ def test_what_botocore_refuses_is_refused():
     wrong = [(["RoleArn"], 1), (["Tags"], "a"), (["HyperParameters"], {"a": 1}), (["InputDataConfig"], [])]
     for path, value in [*wrong, (["StoppingCondition"], None), (["OutputDataConfig"], {})]:
         request = with_change(path, value)
-        assert ParamValidator().validate(request, service_limits._input_shape()).has_errors()
-        assert service_limits.request_problems(request), path
+        assert ParamValidator().validate(request, request_limits._input_shape()).has_errors()
+        assert request_limits.request_problems(request), path
 
 
 def _patterns(shape, seen):
@@ -157,7 +157,7 @@ def _patterns(shape, seen):
 
 def test_every_pattern_of_the_model_can_be_read():
     """The model's patterns are Java's; an unsupported character class would break the check of a valid job."""
-    patterns = list(_patterns(service_limits._input_shape(), set()))
+    patterns = list(_patterns(request_limits._input_shape(), set()))
     assert len(patterns) > 40
     for pattern in patterns:
-        service_limits.re.compile(service_limits._pattern(pattern))
+        request_limits.re.compile(request_limits._pattern(pattern))
