@@ -23,8 +23,9 @@ from lightning_sm._log import command_logger
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.control_folder import Beat, ControlFolder
 from lightning_sm.job.failure_file import read_failures
+from lightning_sm.job.outcome import INTERRUPTED_EXIT_CODE
 from lightning_sm.job.redaction import shown_arguments
-from lightning_sm.job.stopping import GENTLE_SIGNAL, INTERRUPTED_EXIT_CODE, StopSchedule
+from lightning_sm.job.stop_schedule import GENTLE_SIGNAL, StopSchedule
 from lightning_sm.launcher import time_limits
 from lightning_sm.launcher.failure import EXCEPTION_EXIT_CODE, ending_of
 from lightning_sm.launcher.first_failure import EndedProcess, first_failure

@@ -17,7 +17,7 @@ from lightning_sm._log import command_logger
 from lightning_sm._text import plain, shortened
 from lightning_sm.errors import LightningSMError
 from lightning_sm.job.failure_file import is_lost_peer
-from lightning_sm.job.stopping import MAX_REASON_CHARS, Reason
+from lightning_sm.job.outcome import MAX_REASON_CHARS, Reason
 from lightning_sm.job.topology import Role
 from lightning_sm.job.traceback_text import START, PrintedException, exception_that_ended, lines_of, rank_of
 from lightning_sm.launcher.first_failure import EndedProcess

@@ -6,7 +6,7 @@ With any stop schedule that a user may set, the launcher exits before SageMaker 
 
 from __future__ import annotations
 
-from lightning_sm.job.stopping import StopSchedule
+from lightning_sm.job.stop_schedule import StopSchedule
 
 # ---- After a stop signal. See ``StopSchedule`` for SIGTERM and SIGKILL.
 

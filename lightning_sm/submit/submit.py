@@ -22,7 +22,7 @@ from lightning_sm.emulator.docker import docker_program
 from lightning_sm.errors import AWSError, JobConfigError, OutputDirectoryError, SubmitError
 from lightning_sm.job.redaction import shown
 from lightning_sm.record.prices import Prices
-from lightning_sm.submit.account import check_account
+from lightning_sm.submit.account_checks import check_account
 from lightning_sm.submit.image_build import build_image, push_image
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.local import ignored_keys, run_containers

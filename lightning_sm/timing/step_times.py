@@ -15,7 +15,7 @@ from lightning_sm._lightning import LightningModule, Trainer
 from lightning_sm._linux import usable_cpus
 from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE
+from lightning_sm.job.outcome import INTERRUPTED_EXIT_CODE
 from lightning_sm.record import events, step_clock
 from lightning_sm.record.totals import Totals
 from lightning_sm.timing.gpu_timer import GpuTimer

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_sm._lightning import LightningModule, Trainer
-from lightning_sm.data.batch.pickled import NUMPY_DTYPES
+from lightning_sm.data.batch.serialization import NUMPY_DTYPES
 from lightning_sm.data.host.snapshot import ALIGNMENT, NUMBER
 from lightning_sm.data.host.stand_ins import Parts
 from lightning_sm.data.host.trainer_view import TrainerView

@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from lightning_sm.data.batch.arena import ALIGNMENT, Arena
 from lightning_sm.data.batch.collate import collate_into
-from lightning_sm.data.batch.pickled import pickle_batch
+from lightning_sm.data.batch.serialization import pickle_batch
 from lightning_sm.data.host.generators import HeldGenerators, reachable, seed_all
 from lightning_sm.data.host.source import WorkerSource
 from lightning_sm.data.host.trainer_view import TrainerView

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_sm.data.batch.pickled import unpickle_batch
+from lightning_sm.data.batch.serialization import unpickle_batch
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.trainer.feeder_client import FeederClient

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_sm.cloud.aws import Clients, new_session
 from lightning_sm.errors import AWSError
-from lightning_sm.submit.account import check_account
+from lightning_sm.submit.account_checks import check_account
 from lightning_sm.submit.job_file import Group, InputChannel, Job, Spot
 from tests.fakes.sagemaker_service import FakeService
 

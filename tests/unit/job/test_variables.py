@@ -10,7 +10,7 @@ import pytest
 
 import lightning_sm
 from lightning_sm.errors import JobConfigError
-from lightning_sm.job.stopping import StopSchedule
+from lightning_sm.job.stop_schedule import StopSchedule
 from lightning_sm.job.variables import (
     DATA_GROUPS,
     DEVICES,

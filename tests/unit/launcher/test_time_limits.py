@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sm.errors import JobConfigError
-from lightning_sm.job.stopping import StopSchedule
+from lightning_sm.job.stop_schedule import StopSchedule
 from lightning_sm.job.variables import LATEST_KILL_S, SERVICE_GRACE_S
 from lightning_sm.launcher import time_limits
 

@@ -17,7 +17,7 @@ from torch.utils.data._utils import collate as torch_collate
 
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.batch.collate import collate_into
-from lightning_sm.data.batch.pickled import pickle_batch, unpickle_batch
+from lightning_sm.data.batch.serialization import pickle_batch, unpickle_batch
 from lightning_sm.errors import BatchTooLargeError
 
 Pair = namedtuple("Pair", "left right")

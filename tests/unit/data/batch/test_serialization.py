@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_sm.data.batch.arena import Arena
-from lightning_sm.data.batch.pickled import pickle_batch, unpickle_batch
+from lightning_sm.data.batch.serialization import pickle_batch, unpickle_batch
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError, WireError
 
 

@@ -1,46 +1,13 @@
-"""Signals and schedule for stopping a host, and the outcomes of scripts and jobs."""
+"""The outcomes of scripts and jobs, with their reasons."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_sm.job.variables import STOP_SCHEDULE
-
-# Asks a training script to save a checkpoint and exit. Not SIGTERM, for which Lightning makes a collective call that
-# deadlocks unless all ranks get the signal at the same moment (Lightning issue 20806).
-GENTLE_SIGNAL = signal.SIGUSR2
 # Lightning exits with 0 after an interruption, and SageMaker would report the job as "Completed".
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGTERM
-
-
-@dataclass(frozen=True)
-class StopSchedule:
-    """The launcher's schedule of signals when SageMaker stops the job, in seconds since SageMaker's SIGTERM.
-
-    At 0 s, the processes that handle the gentle signal receive it. If none does, all receive SIGTERM at 0 s. The
-    launcher's ``ChildProcess`` sends the signals.
-
-    Attributes:
-        term_s: When the remaining processes receive SIGTERM. SageMaker itself sends SIGKILL after 120 s.
-        kill_s: When the remaining processes receive SIGKILL.
-    """
-
-    term_s: float
-    kill_s: float
-
-    @classmethod
-    def from_environment(cls, env: Mapping[str, str]) -> StopSchedule:
-        """Read ``LIGHTNING_SM_STOP_SCHEDULE``.
-
-        Raises:
-            JobConfigError: The value is not two numbers in ascending order.
-        """
-        return cls(*STOP_SCHEDULE.read(env))
-
-
 # SageMaker shows this many characters of a failure. In any alphabet, they fit into one message between launchers.
 MAX_REASON_CHARS = 1024
 # Stands in for the exit code of a lost host, which has reported none.
