@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,19 @@ SILENT_EXIT_CODE = 3
 _MAX_EVENTS = 6
 _MAX_METRICS = 5
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
-_HEADERS = ("host", "role", "state", "step", "waits", "batches built", "CPU", "GPU", "memory")
-# Formats of these columns, in the order of the fields of ``LiveHost``.
 _WHOLE = "{:,}".format
-_TEXTS: tuple[Callable[[Any], str], ...] = (str, str, str, _WHOLE, percent, _WHOLE, percent, percent, size)
+# A column's header, its field of ``LiveHost``, and the format of its values.
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("host", "host", str),
+    ("role", "role", str),
+    ("state", "state", str),
+    ("step", "step", _WHOLE),
+    ("waits", "waiting", percent),
+    ("batches built", "num_built", _WHOLE),
+    ("CPU", "cpu", percent),
+    ("GPU", "gpu", percent),
+    ("memory", "memory_bytes", size),
+)
 
 
 @dataclass(frozen=True)
@@ -179,7 +188,7 @@ def as_text(shown: LiveJob) -> str:
         "   ".join(facts) or "no training step yet",
         *(["   ".join(metrics)] if metrics else []),
         "",
-        draw_table(map(_row, shown.hosts), _HEADERS),
+        draw_table(map(_row, shown.hosts), [header for header, _, _ in _COLUMNS]),
         *(["", "events, by time since the start", *events] if events else []),
     ]
     return plain("\n".join(lines))
@@ -208,7 +217,7 @@ def _host(run: Figures, host: HostSummary) -> LiveHost:
 
 
 def _row(host: LiveHost) -> list[str]:
-    return ["" if value is None else text(value) for text, value in zip(_TEXTS, astuple(host), strict=True)]
+    return ["" if (value := getattr(host, name)) is None else text(value) for _, name, text in _COLUMNS]
 
 
 def _recent(record: ProcessRecord) -> Totals:
