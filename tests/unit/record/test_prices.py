@@ -57,9 +57,9 @@ def test_small_amounts_keep_two_digits(value, text):
     [
         ("per_hour: [1", "is not valid YAML"),
         ("- 1", r"(?s)file of prices .* is not a mapping .*\nper_hour:"),
-        ("ml.g5.xlarge: 1.41", r"(?s)unknown key ml\.g5\.xlarge\. .*\nper_hour:"),
+        ("ml.g5.xlarge: 1.41", r"(?s)unknown key: ml\.g5\.xlarge\. .*\nper_hour:"),
         ("currency: $", "missing required field `per_hour`"),
-        ("{per_hour: {a: 1}, curency: $}", "unknown key curency"),
+        ("{per_hour: {a: 1}, curency: $}", "unknown key: curency"),
         ("per_hour: {a: cheap}", r"Expected `float`, got `str` - at `\$\.per_hour"),
         ("per_hour: {a: -1}", "Expected `float` >= 0"),
         ("per_hour: {a: .inf}", "Expected `float` < 1"),

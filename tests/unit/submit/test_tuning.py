@@ -11,7 +11,7 @@ from lightning_sm.submit.request_limits import request_problems
 from lightning_sm.submit.training_job import script_options, training_job
 from lightning_sm.submit.tuning import tuning_job, tuning_problems
 from tests.unit.submit.test_preflight import JOB
-from tests.unit.submit.test_service_limits import REQUEST
+from tests.unit.submit.test_request_limits import REQUEST
 
 RANGES = {
     "model.learning_rate": Range(1e-4, 0.1, scale="log"),
