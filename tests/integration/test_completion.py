@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
+import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -17,6 +22,11 @@ name=$(complete -p lightning-sm); name=${name##*-F }
 ${name%% *} lightning-sm "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"
 printf '%s\\n' "${COMPREPLY[@]}"
 """
+
+# The quotes keep the awaited word out of the terminal's echo.
+_SET_UP_ZSH = (
+    b"fpath=($HOME $fpath); autoload -Uz compinit; compinit -u -D; bindkey '^I' complete-word; print 'is'-ready\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +73,32 @@ def test_bash_completes(script, tmp_path, words, offered):
     assert set(done.stdout.split()) == offered, done.stderr
 
 
-def test_zsh_gets_the_same_commands():
-    """The script for zsh's completion system has the same commands and options."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_sm", "completion", "zsh"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stdout.startswith("#compdef lightning-sm\n")
-    for word in ("train", "submit", "jobs", "--dry-run", "--spot.max_wait_s"):
-        assert word in done.stdout
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh (Debian package zsh)")
+@pytest.mark.parametrize(
+    ("typed", "completed"), [("tr", b"train "), ("submit --dr", b"--dry-run "), ("jobs lo", b"logs ")]
+)
+def test_zsh_completes(tmp_path, typed, completed):
+    """Zsh's completion system completes commands and options in a terminal."""
+    with (tmp_path / "_lightning-sm").open("w") as file:
+        subprocess.run([sys.executable, "-m", "lightning_sm", "completion", "zsh"], stdout=file, timeout=60, check=True)
+    ours, theirs = pty.openpty()
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TERM": "dumb", "PS1": ""}
+    shell = ["zsh", "-f", "-i"]
+    with subprocess.Popen(shell, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True) as zsh:
+        os.close(theirs)
+        try:
+            os.write(ours, _SET_UP_ZSH)
+            _read_until(b"is-ready", ours)
+            os.write(ours, f"lightning-sm {typed}\t".encode())
+            _read_until(completed, ours)
+        finally:
+            zsh.kill()
+    os.close(ours)
+
+
+def _read_until(awaited, terminal):
+    text, deadline = b"", time.monotonic() + 60
+    while awaited not in text:
+        left_s = max(0.0, deadline - time.monotonic())
+        assert select.select([terminal], [], [], left_s)[0], f"{awaited!r} did not come, only {text!r}"
+        text += os.read(terminal, 4096)
