@@ -39,10 +39,10 @@ class _Connection(ServiceConnection):
 
     num_runs = 0
 
-    def open(self, trainer: Any) -> None:
+    def open(self, rank: int, num_ranks: int, *, is_quiet: bool) -> None:
         """Start the feeder."""
-        self.num_runs += not self.is_open
-        super().open(trainer)
+        self.num_runs += self._feeder is None
+        super().open(rank, num_ranks, is_quiet=is_quiet)
 
     def method(self, name: str) -> Callable[..., Any]:
         """Return a Trainer method such as "fit" that acts like ``SageMakerTrainer``'s in a job with data hosts."""
