@@ -262,11 +262,13 @@ class StepTimes(UnlistedCallback):
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of an object until the run ends; if other code has replaced it since, do not restore it."""
+        replaced_before = {name: vars(owner)[name]} if name in vars(owner) else {}
         setattr(owner, name, method)
 
         def restore() -> None:
             if vars(owner).get(name) is method:
                 delattr(owner, name)
+                vars(owner).update(replaced_before)
 
         self._undo.callback(restore)
 

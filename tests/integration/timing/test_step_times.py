@@ -318,6 +318,21 @@ def test_nothing_is_left_of_it_in_the_trainer(fit):
     pickle.dumps(model.times)
 
 
+def test_a_method_that_other_code_replaced_before_is_put_back(fit):
+    """After a fit, a method of the Trainer that other code had replaced is that code's again."""
+
+    def own_save(*_args, **_kwargs):
+        """Save nothing."""
+
+    class Replaces(Model):
+        def setup(self, stage):
+            self.trainer.save_checkpoint = own_save
+
+    model = Replaces()
+    fit(model, fast())
+    assert model.trainer.save_checkpoint is own_save
+
+
 @pytest.mark.parametrize(
     ("batch", "number"),
     [
