@@ -38,11 +38,12 @@ class StepClock:
     Attributes:
         n: Number of steps outside spans so far.
         current: The part to which time outside spans is charged.
+        last: When time was last charged to a part, in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._last = now()
+        self.last = now()
         self._parts = dict.fromkeys(PARTS, 0.0)
         self.current = OTHER
         self._spans: list[OpenSpan] = []
@@ -68,8 +69,8 @@ class StepClock:
     def enter(self, part: str) -> None:
         """Charge the time until now to the current part, and the time from now on to ``part``."""
         now = self._now()
-        elapsed_s = now - self._last
-        self._last = now
+        elapsed_s = now - self.last
+        self.last = now
         if self._spans:
             self._spans[-1].seconds += elapsed_s
         else:
@@ -100,7 +101,7 @@ class StepClock:
             self.n += 1
             self._samples += samples
             self._whole = dict(self._parts), self._in_transit_s
-        return self._last
+        return self.last
 
     def begin_span(self, name: str) -> None:
         """Charge time to a new span until it ends."""

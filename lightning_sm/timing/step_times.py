@@ -124,10 +124,10 @@ class StepTimes(UnlistedCallback):
         self.write(events.Loader(now, workers, usable_cpus(), ranks_of_host=trainer.num_devices, batch=batch))
         if trainer.global_step:
             self._event("resumed", f"from step {trainer.global_step} of {trainer.ckpt_path}")
-        self._began = time.perf_counter()
-        self._next_line_at = self._began + _STEPS_S
         self._observe(trainer)
         self._clock.begin_span("first_batch")
+        self._began = self._clock.last
+        self._next_line_at = self._began + _STEPS_S
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin the forward pass; the batch is already on its device."""

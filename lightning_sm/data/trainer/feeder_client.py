@@ -6,11 +6,11 @@ import logging
 import os
 import subprocess
 import threading
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from itertools import count
+from time import monotonic  # bound here, because tests of scripts may replace time.monotonic
 from typing import NoReturn, TypeAlias
 
 from lightning_sm import errors
@@ -197,10 +197,10 @@ class FeederClient:
         """Return the feeder's view of hosts and passes."""
         with self._lock:
             self._send(kinds.AskSnapshot())
-            deadline = time.monotonic() + _EXIT_TIMEOUT_S
+            deadline = monotonic() + _EXIT_TIMEOUT_S
             self._snapshots.clear()
             while not self._snapshots:
-                if not self._receive(deadline - time.monotonic()):
+                if not self._receive(deadline - monotonic()):
                     raise errors.DataServiceError(f"The feeder process did not answer within {_EXIT_TIMEOUT_S:.0f} s.")
             return self._snapshots.pop()
 
@@ -283,15 +283,15 @@ class FeederClient:
         """
         if self._is_quiet and level == logging.INFO:
             level = logging.DEBUG
-        deadline = time.monotonic() + timeout_s
-        report_at = time.monotonic() + _REPORT_PERIOD_S
+        deadline = monotonic() + timeout_s
+        report_at = monotonic() + _REPORT_PERIOD_S
         with self._lock:
             while not is_ready():
                 self._raise_error(pass_id)
-                wait_s = min(report_at, deadline) - time.monotonic()
+                wait_s = min(report_at, deadline) - monotonic()
                 if self._receive(min(wait_s, _SLOT_POLL_S) if poll() else wait_s):
                     continue
-                now = time.monotonic()
+                now = monotonic()
                 if now >= deadline:
                     return False
                 if now >= report_at:

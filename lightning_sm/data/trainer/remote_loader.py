@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from time import monotonic  # bound here, because tests of scripts may replace time.monotonic
 from types import FunctionType
 from typing import Any
 
@@ -146,14 +146,14 @@ class LoaderSource:
         self._is_pinned = loader.pin_memory and self.trainer is not None and not _copies_batches(self.trainer)
         source = WorkerSource.of(loader, self.name, self.trainer)
         self._is_spawned = source.is_spawned
-        began = time.monotonic()
+        began = monotonic()
         pickled = pickle_object(
             source,
             by_name=connection.is_of_job,
             named={f"{self.name}.{name}": part for name, part in source.parts().items()},
             advice=_TO_DATA_HOSTS,
         )
-        seconds = time.monotonic() - began
+        seconds = monotonic() - began
         if seconds >= _SLOW_PICKLE_S and self.rank == 0:
             logger.info(
                 "Pickling the dataset of %s (%.0f MB) took %.1f s. It is pickled whenever an iterator starts, so that "

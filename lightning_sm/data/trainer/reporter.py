@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import monotonic  # bound here, because tests of scripts may replace time.monotonic
 from typing import Any
 
 from msgspec.structs import asdict
@@ -81,7 +82,7 @@ class Reporter:
         self._counted.count(figures, is_step=is_step)
         if not is_step:
             return
-        now = time.monotonic()
+        now = monotonic()
         if now >= self._shared_at + _SHARE_PERIOD_S:
             self._shared_at = now
             self._feeder().share(self._figures().rounded())
