@@ -92,7 +92,9 @@ def main() -> None:
     differing = []
     began = time.monotonic()
     with runner(args.hooks) as run:
-        for number in numbers:
+        for num_done, number in enumerate(numbers):
+            if num_done % 100 == 0:
+                sys.stderr.write(f"{num_done} cases done; next: case {number}\n")
             differs = run(number)
             if differs:
                 differing.append(number)
