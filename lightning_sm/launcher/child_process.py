@@ -210,11 +210,7 @@ class ChildProcess:
             self._exits[pid] = positive, time.monotonic() if known is None else known[1]
 
     def _start(
-        self,
-        command: Sequence[str],
-        directory: Path,
-        env: Mapping[str, str],
-        processes: Sequence[Mapping[str, str]],
+        self, command: Sequence[str], directory: Path, env: Mapping[str, str], processes: Sequence[Mapping[str, str]]
     ) -> DrainedPipe:
         """Start the processes, and return the pipe to which they all write stderr."""
         self._processes.clear()
