@@ -17,7 +17,7 @@ from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.spec import LocalHost
 from lightning_sm.job.control_folder import ControlFolder
 from lightning_sm.job.variables import REPORT_S
-from lightning_sm.launcher.time_limits import REPORT_LIMIT_WHEN_STOPPED_S
+from lightning_sm.launcher.timeline import REPORT_LIMIT_WHEN_STOPPED_S
 from lightning_sm.record.events import FOLDER
 
 # Time from SIGTERM to SIGKILL after a failure: the other hosts' launchers give their scripts 15 s to exit, and wait

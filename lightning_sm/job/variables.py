@@ -124,7 +124,7 @@ def _positive_seconds(text: str) -> float:
 
 # The service's time from SIGTERM to SIGKILL: "Using Your Own Training Algorithms" (docker stop -t 120).
 SERVICE_GRACE_S = 120.0
-# Whatever the launcher does after killing the script must fit into the rest (see ``launcher/time_limits.py``).
+# Whatever the launcher does after killing the script must fit into the remaining time (see ``launcher/timeline.py``).
 LATEST_KILL_S = 112.0
 
 

@@ -26,7 +26,7 @@ from lightning_sm.job.failure_file import read_failures
 from lightning_sm.job.outcome import INTERRUPTED_EXIT_CODE
 from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.stop_schedule import GENTLE_SIGNAL, StopSchedule
-from lightning_sm.launcher import time_limits
+from lightning_sm.launcher import timeline
 from lightning_sm.launcher.failure import EXCEPTION_EXIT_CODE, ending_of
 from lightning_sm.launcher.first_failure import EndedProcess, first_failure
 from lightning_sm.launcher.pipe import DrainedPipe
@@ -158,7 +158,7 @@ class ChildProcess:
             self._wait_for_cause()
         self.failed = self._first_failure()
         self._has_exited = True
-        self._end_leftovers(time_limits.LEFTOVERS_GRACE_S if exit_code == 0 else 0.0)
+        self._end_leftovers(timeline.LEFTOVERS_GRACE_S if exit_code == 0 else 0.0)
         self._groups.clear()
         pipe.end_when_empty()  # a process that left the group may keep it open
         copier.join(timeout=self._drain_s())
@@ -167,9 +167,9 @@ class ChildProcess:
     def _drain_s(self) -> float:
         """Return how long to wait for the rest of stderr. The wait is long only if nobody reads our own stderr."""
         if self.stopped_at is None:
-            return time_limits.DRAIN_S
+            return timeline.DRAIN_S
         remaining_s = self.stopped_at + self._schedule.kill_s - time.monotonic()
-        return max(time_limits.DRAIN_WHEN_STOPPED_S, min(time_limits.DRAIN_S, remaining_s))
+        return max(timeline.DRAIN_WHEN_STOPPED_S, min(timeline.DRAIN_S, remaining_s))
 
     def end(self, *, for_good: bool = True) -> None:
         """Terminate the command: send SIGTERM now, and SIGKILL 15 s later.
@@ -191,7 +191,7 @@ class ChildProcess:
         for process in strays:
             with contextlib.suppress(psutil.Error):  # it has just exited
                 process.kill()
-        psutil.wait_procs(strays, timeout=time_limits.KILL_GRACE_S)
+        psutil.wait_procs(strays, timeout=timeline.KILL_GRACE_S)
         self.is_ending = self._ends_for_good
 
     def kill(self) -> None:
@@ -263,7 +263,7 @@ class ChildProcess:
             # Without this mark, a rank would respond to SIGTERM by saving a checkpoint together with ranks that are
             # gone.
             self._control.say_peers_gone()
-            kill_at = now + time_limits.END_GRACE_S
+            kill_at = now + timeline.END_GRACE_S
             self._plan += [(now, partial(self._send, signal.SIGTERM)), (kill_at, partial(self._send, signal.SIGKILL))]
         if self._may_end_ranks:
             self._plan_end_of_ranks(now)
@@ -277,7 +277,7 @@ class ChildProcess:
         announced = [beat for beat in self.announced() if handles_signal(beat.pid, GENTLE_SIGNAL) is not False]
         if announced:
             term_at = stopped_at + self._schedule.term_s
-            near_at = max(term_at, kill_at - time_limits.STACKS_BEFORE_KILL_S)
+            near_at = max(term_at, kill_at - timeline.STACKS_BEFORE_KILL_S)
             self._plan += [(term_at, partial(self._send, signal.SIGTERM)), (near_at, self.on_kill_is_near)]
         else:
             self._send(signum)
@@ -299,8 +299,8 @@ class ChildProcess:
         self._may_end_ranks = False
         how = ending_of(codes[failed] or 0)
         _LOG.warning("rank %d: %s. Ending the other ranks of this host.", self._ranks[failed], how)
-        term_at = now + time_limits.CONSEQUENCE_S
-        kill_at = term_at + time_limits.END_GRACE_S
+        term_at = now + timeline.CONSEQUENCE_S
+        kill_at = term_at + timeline.END_GRACE_S
         for at, signum in ((term_at, signal.SIGTERM), (kill_at, signal.SIGKILL)):
             self._plan.append((at, partial(self._end_ranks, signum)))
 
@@ -344,7 +344,7 @@ class ChildProcess:
 
     def _wait_for_cause(self) -> None:
         """After the script has failed, wait for local ranks still running if one of them may be the cause."""
-        deadline = time.monotonic() + time_limits.OWN_CAUSE_S
+        deadline = time.monotonic() + timeline.OWN_CAUSE_S
         while time.monotonic() < deadline and not self._is_told:
             self._look()
             is_running = any(map(self._is_in_group, self._control.pids()))
@@ -407,9 +407,9 @@ class ChildProcess:
         if self._have_groups_ended(grace_s):
             return
         self._send(signal.SIGTERM)
-        if not self._have_groups_ended(time_limits.KILL_GRACE_S):
+        if not self._have_groups_ended(timeline.KILL_GRACE_S):
             self._send(signal.SIGKILL)
-            self._have_groups_ended(time_limits.KILL_GRACE_S)
+            self._have_groups_ended(timeline.KILL_GRACE_S)
 
     def _have_groups_ended(self, timeout_s: float) -> bool:
         """Reap the remaining processes; return whether all exited in time."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_sm._linux import handles_signal
 from lightning_sm._log import command_logger
 from lightning_sm.job.control_folder import STACKS_SIGNAL, Beat, ControlFolder, Phase
-from lightning_sm.launcher import time_limits
+from lightning_sm.launcher import timeline
 
 _LOG = command_logger(__name__)
 
@@ -76,7 +76,7 @@ class Watchdog:
             self._last[beat.pid] = beat
         limit_s = max(self._least_s, _TIMES_THE_LONGEST * self._longest_s)
         failed = [
-            beat for beat in beats if beat.phase is Phase.FAILED and now - beat.at >= time_limits.EXIT_AFTER_EXCEPTION_S
+            beat for beat in beats if beat.phase is Phase.FAILED and now - beat.at >= timeline.EXIT_AFTER_EXCEPTION_S
         ]
         return failed or [beat for beat in beats if now - beat.at >= limit_s * _patience(beat)]
 

@@ -36,7 +36,7 @@ from lightning_sm.job.variables import (
     PRICES,
     REPORT_S,
 )
-from lightning_sm.launcher import lifecycle, time_limits
+from lightning_sm.launcher import lifecycle, timeline
 from lightning_sm.launcher.child_process import ChildProcess, ignore_signals
 from lightning_sm.launcher.failure import (
     Place,
@@ -336,7 +336,7 @@ class _HostLauncher:
         if failed.is_consequence and child.stopped_by is None:
             # Wait for the report from the launcher whose script failed first.
             self._wait_for_peers(
-                lambda: self._state.job is not None or self._must_restart(), time_limits.CAUSE_ELSEWHERE_S
+                lambda: self._state.job is not None or self._must_restart(), timeline.CAUSE_ELSEWHERE_S
             )
         state, is_stopped = self._state, child.stopped_by is not None
         is_saved = is_stopped and exit_code == INTERRUPTED_EXIT_CODE and self._control.saved() is not None
@@ -415,17 +415,17 @@ class _HostLauncher:
     def _await_first_exit(self) -> None:
         job = self._state.job
         if job is not None and job.host == self._topology.main_host:  # it may write a report before it exits
-            limit_s = self._report_s + time_limits.AFTER_THE_REPORT_S
+            limit_s = self._report_s + timeline.AFTER_THE_REPORT_S
             self._wait(lambda: not self._peers.is_main_host_there or self._child.has_late_signal, limit_s)
-        self._wait(self._is_stopped, time_limits.MAIN_HOST_LEAVES_LATER_S)
+        self._wait(self._is_stopped, timeline.MAIN_HOST_LEAVES_LATER_S)
 
     def _write_report(self) -> None:
         """Write the report of the run, if there is time."""
         self.write_end(self._state.outcome)
         limit_s = self._report_s
         if self._is_stopped():
-            remaining_s = self._leave_at() - time_limits.AFTER_THE_REPORT_S - time.monotonic()
-            limit_s = min(limit_s, time_limits.REPORT_LIMIT_WHEN_STOPPED_S, remaining_s)
+            remaining_s = self._leave_at() - timeline.AFTER_THE_REPORT_S - time.monotonic()
+            limit_s = min(limit_s, timeline.REPORT_LIMIT_WHEN_STOPPED_S, remaining_s)
         write_report(self._job, self._prices, limit_s)
 
     # ---- Helpers
@@ -455,7 +455,7 @@ class _HostLauncher:
         """Save stacks; return the processes' positions, and a sentence that names the files."""
         beats, now = self._child.announced() if beats is None else beats, time.monotonic()
         # A frozen process writes no stacks. Do not let that delay its SIGKILL.
-        limit_s = min(time_limits.STACKS_S, max(0.0, self._leave_at() - now) if self._is_stopped() else math.inf)
+        limit_s = min(timeline.STACKS_S, max(0.0, self._leave_at() - now) if self._is_stopped() else math.inf)
         stacks = save_stacks(self._control, beats, self._job.host_output_dir, limit_s)
         sentence = f" Stacks: {', '.join(map(str, stacks))}." if stacks else ""
         return described(beats, now), sentence

@@ -14,7 +14,7 @@ from pathlib import Path
 from lightning_sm._log import command_logger
 from lightning_sm._text import listed
 from lightning_sm.job.uploads import UPLOADED, UPLOADING, files_of, is_uploaded
-from lightning_sm.launcher import time_limits
+from lightning_sm.launcher import timeline
 
 _LOG = command_logger(__name__)
 
@@ -100,7 +100,7 @@ def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Cal
     """
     pending = [file for file in files if not is_uploaded(file)]
     began_at = time.monotonic()
-    first_marker_s = time_limits.FIRST_MARKER_S if has_agent else 0.0
+    first_marker_s = timeline.FIRST_MARKER_S if has_agent else 0.0
     folders = {file.parent for file in pending}
     while pending and not any(any(folder.glob(f"*{end}")) for folder in folders for end in (UPLOADING, UPLOADED)):
         if time.monotonic() >= min(began_at + first_marker_s, deadline()):

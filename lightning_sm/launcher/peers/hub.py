@@ -14,7 +14,7 @@ import msgspec
 
 from lightning_sm._text import listed
 from lightning_sm.job.outcome import OutcomeKind
-from lightning_sm.launcher import time_limits
+from lightning_sm.launcher import timeline
 from lightning_sm.launcher.peers.messages import MAX_LINE_BYTES, Answer, Question, from_line, mac_of, to_line
 from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Timings
 from lightning_sm.launcher.peers.peers import Peers
@@ -86,7 +86,7 @@ class Hub(Peers):
             while not self._closing.is_set():
                 self._look()
                 await asyncio.sleep(min(_LOOK_S, self._timings.poll_s))
-            leave_at = time.monotonic() + time_limits.LAST_REPORT_S - _CLOSE_S
+            leave_at = time.monotonic() + timeline.LAST_REPORT_S - _CLOSE_S
             self._look()  # process the last report
             while self._uninformed() and time.monotonic() < leave_at:
                 await asyncio.sleep(min(_LOOK_S, self._timings.poll_s))

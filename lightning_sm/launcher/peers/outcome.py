@@ -13,7 +13,7 @@ from enum import Enum
 
 from lightning_sm._text import listed, shortened, times
 from lightning_sm.job.outcome import MAX_REASON_CHARS, JobOutcome, Outcome, OutcomeKind, Reason
-from lightning_sm.launcher import time_limits
+from lightning_sm.launcher import timeline
 
 # The cause of a failure may take a moment to pass, until memory is freed or a file server comes back.
 _LONGEST_PAUSE_S = 30.0
@@ -36,9 +36,9 @@ class Timings:
         poll_s: The time between two requests of a host.
     """
 
-    peers_timeout_s: float = time_limits.ABSENT_HOSTS_S
-    after_failure_s: float = time_limits.AFTER_FAILURE_S
-    lost_s: float = time_limits.LOST_S
+    peers_timeout_s: float = timeline.ABSENT_HOSTS_S
+    after_failure_s: float = timeline.AFTER_FAILURE_S
+    lost_s: float = timeline.LOST_S
     unreached_s: float = 60.0
     poll_s: float = 0.5
 

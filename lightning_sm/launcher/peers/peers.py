@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from lightning_sm.job.outcome import JobOutcome, Outcome
-from lightning_sm.launcher import time_limits
+from lightning_sm.launcher import timeline
 from lightning_sm.launcher.peers.messages import Answer
 from lightning_sm.launcher.peers.outcome import Restart, Timings
 
@@ -76,7 +76,7 @@ class Peers:
         self._closing.set()
         if self._thread.is_alive():
             # A thread that is resolving a name cannot be interrupted. Abandon it: a daemon exits with the process.
-            self._thread.join(time_limits.LAST_REPORT_S)
+            self._thread.join(timeline.LAST_REPORT_S)
 
     def _run(self) -> None:
         try:

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_sm.job.control_folder import Beat, ControlFolder, Phase
 from lightning_sm.job.variables import CONTROL_DIR
-from lightning_sm.launcher import time_limits
+from lightning_sm.launcher import timeline
 from lightning_sm.launcher.hang import Watchdog, described, save_stacks
 
 
@@ -129,6 +129,6 @@ def test_a_frozen_process_is_not_waited_for_longer_than_stated(tmp_path):
             os.waitid(os.P_PID, child.pid, os.WSTOPPED)
             began_at = time.monotonic()
             (stacks,) = save_stacks(control, control.beats(), tmp_path / "output", 0.0)
-            assert time.monotonic() - began_at < time_limits.STACKS_S
+            assert time.monotonic() - began_at < timeline.STACKS_S
             child.kill()
         assert stacks.read_text() == f"Process {child.pid} did not answer within 0 s.\n"

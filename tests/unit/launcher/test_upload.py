@@ -68,10 +68,10 @@ def test_a_marker_of_an_earlier_file_does_not_count(file, caplog):
 
 def test_the_first_marker_is_waited_for_in_a_job(file, monkeypatch):
     """The agent gets a moment to notice a job's first checkpoint; without a marker, the launcher then stops waiting."""
-    monkeypatch.setattr(upload.time_limits, "FIRST_MARKER_S", 0.2)
+    monkeypatch.setattr(upload.timeline, "FIRST_MARKER_S", 0.2)
     assert wait_until_uploaded([file], has_agent=True, deadline=_never)
     thread = threading.Timer(0.05, lambda: (_mark(file, "uploading"), _mark(file, "uploaded")))
-    monkeypatch.setattr(upload.time_limits, "FIRST_MARKER_S", 60.0)
+    monkeypatch.setattr(upload.timeline, "FIRST_MARKER_S", 60.0)
     thread.start()
     assert wait_until_uploaded([file], has_agent=True, deadline=_never)
     thread.join()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.stop_schedule import StopSchedule
 from lightning_sm.job.variables import LATEST_KILL_S, SERVICE_GRACE_S
-from lightning_sm.launcher import time_limits
+from lightning_sm.launcher import timeline
 
 _SECONDS = st.floats(0, 1e6).map(lambda seconds: f"{seconds:.6f}")
 
@@ -22,17 +22,17 @@ def test_every_accepted_schedule_ends_in_time(term, kill):
     except JobConfigError:
         assert float(kill) > LATEST_KILL_S or float(term) > float(kill)
     else:
-        assert time_limits.last_exit_s(schedule) < SERVICE_GRACE_S
+        assert timeline.last_exit_s(schedule) < SERVICE_GRACE_S
 
 
 def test_the_latest_schedule_is_accepted_and_a_later_one_says_why():
     """The latest possible schedule is accepted, and the error for a later one states both limits."""
     latest = StopSchedule.from_environment({"LIGHTNING_SM_STOP_SCHEDULE": f"95,{LATEST_KILL_S}"})
-    assert time_limits.last_exit_s(latest) < SERVICE_GRACE_S
+    assert timeline.last_exit_s(latest) < SERVICE_GRACE_S
     with pytest.raises(JobConfigError, match=r"at most 112 s to SIGKILL: SageMaker kills the container 120 s after"):
         StopSchedule.from_environment({"LIGHTNING_SM_STOP_SCHEDULE": "95,300"})
 
 
 def test_stacks_are_complete_before_the_processes_are_killed():
     """Processes have enough time to write their stacks before they are killed."""
-    assert time_limits.STACKS_S < time_limits.STACKS_BEFORE_KILL_S
+    assert timeline.STACKS_S < timeline.STACKS_BEFORE_KILL_S
