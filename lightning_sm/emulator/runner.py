@@ -19,7 +19,7 @@ from lightning_sm.emulator.cluster import LocalCluster
 from lightning_sm.emulator.faults import FaultPlan, FaultSettings
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.spec import LocalHost
-from lightning_sm.job.outcome import MAX_REASON_CHARS
+from lightning_sm.job.outcomes import MAX_REASON_CHARS
 from lightning_sm.launcher.failure import Place, ending_of
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

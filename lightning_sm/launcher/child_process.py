@@ -23,7 +23,7 @@ from lightning_sm._log import command_logger
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.control_folder import Beat, ControlFolder
 from lightning_sm.job.failure_file import read_failures
-from lightning_sm.job.outcome import INTERRUPTED_EXIT_CODE
+from lightning_sm.job.outcomes import INTERRUPTED_EXIT_CODE
 from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.stop_schedule import GENTLE_SIGNAL, StopSchedule
 from lightning_sm.launcher import timeline

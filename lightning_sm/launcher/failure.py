@@ -17,7 +17,7 @@ from lightning_sm._log import command_logger
 from lightning_sm._text import plain, shortened
 from lightning_sm.errors import LightningSMError
 from lightning_sm.job.failure_file import is_lost_peer
-from lightning_sm.job.outcome import MAX_REASON_CHARS, Reason
+from lightning_sm.job.outcomes import MAX_REASON_CHARS, Reason
 from lightning_sm.job.topology import Role
 from lightning_sm.job.traceback_text import START, PrintedException, exception_that_ended, lines_of, rank_of
 from lightning_sm.launcher.first_failure import EndedProcess
@@ -199,7 +199,7 @@ def write_failure(output_dir: Path, reason: str) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         path.write_text(plain(reason)[:MAX_REASON_CHARS], encoding="utf-8", errors="replace")
     except OSError as error:
-        _LOG.warning("cannot write %s (%s). The job failed because: %s", path, error, reason)
+        _LOG.warning("cannot write %s (%s). Its text would be: %s", path, error, reason)
 
 
 def ending_of(exit_code: int) -> str:

@@ -10,7 +10,7 @@ from signal import Signals
 
 from lightning_sm._linux import usable_cpus
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.outcome import JobOutcome, Outcome, OutcomeKind
+from lightning_sm.job.outcomes import JobOutcome, Outcome, OutcomeKind
 from lightning_sm.job.topology import Role
 from lightning_sm.job.variables import RECORD_DIR
 from lightning_sm.record import events

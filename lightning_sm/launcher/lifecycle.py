@@ -14,7 +14,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from lightning_sm.job.outcome import INTERRUPTED_EXIT_CODE, JobOutcome, Outcome, OutcomeKind
+from lightning_sm.job.outcomes import INTERRUPTED_EXIT_CODE, JobOutcome, Outcome, OutcomeKind
 from lightning_sm.job.topology import Role
 from lightning_sm.launcher.failure import not_started_reason
 from lightning_sm.launcher.peers.outcome import Restart

@@ -22,7 +22,7 @@ from lightning_sm._log import command_logger
 from lightning_sm.errors import JobConfigError, LightningSMError
 from lightning_sm.job.control_folder import Beat, ControlFolder
 from lightning_sm.job.facts import SageMakerJob, base_directory
-from lightning_sm.job.outcome import INTERRUPTED_EXIT_CODE, Outcome, OutcomeKind, Reason
+from lightning_sm.job.outcomes import INTERRUPTED_EXIT_CODE, Outcome, OutcomeKind, Reason
 from lightning_sm.job.reachability import own_address
 from lightning_sm.job.stop_schedule import StopSchedule
 from lightning_sm.job.topology import Role, Topology

@@ -38,7 +38,7 @@ class StepClock:
     Attributes:
         n: Number of steps outside spans so far.
         current: The part to which time outside spans is charged.
-        last: When time was last charged to a part, in seconds.
+        last: When time was last charged, in seconds of the clock.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:

@@ -33,7 +33,7 @@ _MAX_EVENTS = 6
 _MAX_METRICS = 5
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 _WHOLE = "{:,}".format
-# A column's header, its field of ``LiveHost``, and the format of its values.
+# Each column's header, its field of ``LiveHost``, and the format of its values.
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("host", "host", str),
     ("role", "role", str),

@@ -15,7 +15,7 @@ from lightning_sm._lightning import LightningModule, Trainer
 from lightning_sm._linux import usable_cpus
 from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.outcome import INTERRUPTED_EXIT_CODE
+from lightning_sm.job.outcomes import INTERRUPTED_EXIT_CODE
 from lightning_sm.record import events, step_clock
 from lightning_sm.record.totals import Totals
 from lightning_sm.timing.gpu_timer import GpuTimer
@@ -101,6 +101,7 @@ class StepTimes(UnlistedCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Open the record, and discard the measurements of an earlier run."""
+        self._undo.close()  # if an earlier run of the Trainer ended without any of the hooks below
         own = vars(StepTimes(self._job))
         vars(self).update({name: own[name] for name in own if name not in ("_job", "_record")})
         self._setup_at = time.time()
@@ -324,11 +325,11 @@ class StepTimes(UnlistedCallback):
 
     def _finish(self, trainer: Trainer) -> None:
         """Stop the clock, and write the remaining spans and steps."""
+        self._is_timing = False
+        self._undo.close()
         while self._end_span("first_batch", "validation", "checkpoint", "export", "between"):
             pass
         self._write_steps(trainer)
-        self._is_timing = False
-        self._undo.close()
 
     def _end_span(self, *names: str) -> step_clock.OpenSpan | None:
         span = self._clock.end_span(*names)

@@ -9,7 +9,7 @@ from pytorch_lightning import seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm._lightning import Callback, LightningModule, ModelCheckpoint, Trainer
-from lightning_sm.job.outcome import INTERRUPTED_EXIT_CODE
+from lightning_sm.job.outcomes import INTERRUPTED_EXIT_CODE
 from lightning_sm.training.callbacks.local_position import LocalPosition
 from lightning_sm.training.callbacks.mid_epoch import MidEpoch
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint, TrainingInterrupted

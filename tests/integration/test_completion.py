@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -75,16 +76,27 @@ def test_bash_completes(script, tmp_path, words, offered):
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh (Debian package zsh)")
 @pytest.mark.parametrize(
-    ("typed", "completed"), [("tr", b"train "), ("submit --dr", b"--dry-run "), ("jobs lo", b"logs ")]
+    ("typed", "completed"),
+    [
+        ("tr", b"train "),
+        ("submit --dr", b"--dry-run "),
+        ("jobs lo", b"logs "),
+        ("submit --spot.m", b"--spot.max_wait_s "),
+    ],
 )
 def test_zsh_completes(tmp_path, typed, completed):
-    """Zsh's completion system completes commands and options in a terminal."""
+    """Zsh's completion system completes commands, options and keys of a job file in a terminal."""
+    pytest.importorskip("boto3", reason="needs boto3, as lightning-sm jobs does")
     with (tmp_path / "_lightning-sm").open("w") as file:
         subprocess.run([sys.executable, "-m", "lightning_sm", "completion", "zsh"], stdout=file, timeout=60, check=True)
     ours, theirs = pty.openpty()
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TERM": "dumb", "PS1": ""}
-    shell = ["zsh", "-f", "-i"]
-    with subprocess.Popen(shell, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True) as zsh:
+    with (
+        _closing(ours),
+        subprocess.Popen(
+            ["zsh", "-f", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
+        ) as zsh,
+    ):
         os.close(theirs)
         try:
             os.write(ours, _SET_UP_ZSH)
@@ -93,7 +105,14 @@ def test_zsh_completes(tmp_path, typed, completed):
             _read_until(completed, ours)
         finally:
             zsh.kill()
-    os.close(ours)
+
+
+@contextmanager
+def _closing(fd):
+    try:
+        yield
+    finally:
+        os.close(fd)
 
 
 def _read_until(awaited, terminal):
@@ -101,4 +120,7 @@ def _read_until(awaited, terminal):
     while awaited not in text:
         left_s = max(0.0, deadline - time.monotonic())
         assert select.select([terminal], [], [], left_s)[0], f"{awaited!r} did not come, only {text!r}"
-        text += os.read(terminal, 4096)
+        try:
+            text += os.read(terminal, 4096)
+        except OSError as error:  # how Linux reports that zsh has exited
+            raise AssertionError(f"zsh has exited; it wrote only {text!r}") from error

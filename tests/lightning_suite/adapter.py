@@ -59,7 +59,7 @@ class _Connection(ServiceConnection):
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """Fail a test that hangs: some tests replace the clock, which disables the timeout for batches."""
+    """Fail a test that hangs, instead of the whole run."""
 
     def fail(*_: object) -> None:
         raise TimeoutError(f"The test has not ended after {_TEST_TIMEOUT_S} s.")

@@ -100,7 +100,7 @@ def unpickle_batch(structure: bytes, data: npt.NDArray[np.uint8]) -> Any:
     """Rebuild a batch. Its large tensors and arrays are views of ``data``, and keep ``data`` itself alive.
 
     Pass only batches from this job's data hosts: unpickling can run any code, and nothing here checks the sender. The
-    gRPC client rejects messages from servers that have not proved the token (``grpc_client._confirm``).
+    gRPC client rejects messages from servers that have not proved that they know the token (``grpc_client._confirm``).
 
     Args:
         structure: The result of ``pickle_batch``.

@@ -318,7 +318,7 @@ class HostLink:
         """Handle the end of the stream, in the connection's thread."""
         if error is not None and not isinstance(error, CallError):
             self._refuse_for(error)
-        elif error is not None and error.code is CallStatus.PERMISSION_DENIED:  # the server has not proved the token
+        elif error is not None and error.code is CallStatus.PERMISSION_DENIED:  # the server does not know the token
             self._call_failed(error)
         with self._notifying:
             if stream is self._stream and not self._closed.is_set():

@@ -60,7 +60,7 @@ def refused_token(credentials: Credentials) -> str:
 
 
 def unproved(credentials: Credentials) -> str:
-    """Return advice about a server that does not prove the token."""
+    """Return advice about a server that does not prove that it knows the token."""
     return (
         f"the server at this address is not a data host of this job: it did not prove that it has the token of "
         f"{_this_trainer(credentials)}. If the tokens are the same, another process uses the port: set "

@@ -52,7 +52,7 @@ class Call:
         requests: All requests; None if ``send`` adds them one by one.
         confirm: Checks the headers of the answer and returns the request that confirms the call; raises CallError if
             the server has not proved that it knows the token.
-        waits: Whether to send the confirming request first, and nothing else before the server has proved the token.
+        waits: Whether to send the confirming request first, and nothing else before the server has proved it.
 
     Attributes:
         transport: The connection; None until the call is started.

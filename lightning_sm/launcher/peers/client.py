@@ -9,7 +9,7 @@ import socket
 import time
 from typing import BinaryIO
 
-from lightning_sm.job.outcome import JobOutcome, Outcome
+from lightning_sm.job.outcomes import JobOutcome, Outcome
 from lightning_sm.launcher.peers.messages import MAX_LINE_BYTES, Answer, Question, from_line, mac_of, to_line
 from lightning_sm.launcher.peers.outcome import Timings
 from lightning_sm.launcher.peers.peers import Peers

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from lightning_sm._text import listed
-from lightning_sm.job.outcome import OutcomeKind
+from lightning_sm.job.outcomes import OutcomeKind
 from lightning_sm.launcher import timeline
 from lightning_sm.launcher.peers.messages import MAX_LINE_BYTES, Answer, Question, from_line, mac_of, to_line
 from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Timings

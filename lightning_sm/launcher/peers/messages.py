@@ -17,7 +17,7 @@ import msgspec
 
 from lightning_sm._structs import Struct, encode
 from lightning_sm.job.host_keys import job_key
-from lightning_sm.job.outcome import JobOutcome, Outcome
+from lightning_sm.job.outcomes import JobOutcome, Outcome
 from lightning_sm.job.variables import JOB_SECRET
 from lightning_sm.launcher.peers.outcome import Restart
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from lightning_sm._text import listed, shortened, times
-from lightning_sm.job.outcome import MAX_REASON_CHARS, JobOutcome, Outcome, OutcomeKind, Reason
+from lightning_sm.job.outcomes import MAX_REASON_CHARS, JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher import timeline
 
 # The cause of a failure may take a moment to pass, until memory is freed or a file server comes back.

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from lightning_sm.job.outcome import JobOutcome, Outcome
+from lightning_sm.job.outcomes import JobOutcome, Outcome
 from lightning_sm.launcher import timeline
 from lightning_sm.launcher.peers.messages import Answer
 from lightning_sm.launcher.peers.outcome import Restart, Timings

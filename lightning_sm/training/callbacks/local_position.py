@@ -36,8 +36,8 @@ _SETS_LOADERS = "_load_combined_loader_states"
 class LocalPosition(Callback):
     """A callback that resumes in the middle of an epoch, with the batch and the random numbers that would come next.
 
-    For each rank, every checkpoint holds the random states with which the rank's loaders drew the orders of their
-    samples, and the random state after the last step. So these orders, and the random numbers of the training process
+    For each rank, every checkpoint holds the random states that the rank's loaders drew the orders of their samples
+    from, and the random state after the last step. So these orders, and the random numbers of the training process
     (for dropout, or augmentation without workers) and of data hosts, equal those of an uninterrupted run. Only the
     workers of a local DataLoader draw other random numbers. Finished batches are not loaded again.
 
@@ -304,8 +304,8 @@ def _saved_order(trainer: Trainer, loader: DataLoader[Any], order: _RecordedOrde
     """Return the position of a loader, as values that ``torch.load(weights_only=True)`` accepts.
 
     The position consists of the random states that the loader drew its order from, and its generator's state. For a
-    loader with workers on data hosts, it includes the position of the iterator, and the index of the batch from which
-    the iterator started.
+    loader with workers on data hosts, it includes the position of the iterator, and the index within the epoch
+    of the iterator's first batch.
     """
     drawn_with, generator = (None, None) if order is None else order.drawn()
     iterator = _iterator_of(trainer, loader)
@@ -325,7 +325,7 @@ def _num_done_in_epoch(fit_loop: Any) -> int | None:
 
 
 def _iterator_of(trainer: Any, loader: DataLoader[Any]) -> tuple[IteratorPosition, int] | None:
-    """Return the position of a loader's iterator on data hosts, and the batch of the epoch with which it started."""
+    """Return the position of a loader's iterator on data hosts, and the index within the epoch of its first batch."""
     position, fit_loop = position_of(loader), trainer.fit_loop
     if position is None:
         return None
@@ -481,7 +481,7 @@ def _set_num_done(epoch_loop: Any, num_done: int) -> None:
 
 
 class _DrawnWith(NamedTuple):
-    """The random states with which a sampler drew an order.
+    """The random states that a sampler drew an order from.
 
     Attributes:
         at_iter: The state before the call of ``__iter__``, during which some samplers draw.
@@ -494,7 +494,7 @@ class _DrawnWith(NamedTuple):
 
 
 class _RecordedOrder:
-    """A wrapper for a loader's sampler that records the random states with which it draws an order, and can skip items.
+    """A wrapper for a loader's sampler that records the random states it draws an order from, and can skip items.
 
     All other attributes are delegated to the sampler: Lightning and users read some of them, such as ``sampler``.
     """

@@ -1,4 +1,4 @@
-"""The program that runs Lightning's own tests on data hosts: ``python -m tests.lightning_suite``."""
+"""The program that runs Lightning's own tests on data hosts: ``python -m tests.lightning_suite SOURCE``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import pytest
 from tests.lightning_suite.__main__ import PROPERTY, Suite
 
 _TEST = """
+from itertools import count
+from unittest import mock
+
 from pytorch_lightning import Trainer
 from pytorch_lightning.demos.boring_classes import BoringModel
 
 def test_fit(tmp_path):
     trainer = Trainer(default_root_dir=tmp_path, fast_dev_run=2, accelerator="cpu")
-    trainer.fit(BoringModel())
+    with mock.patch("time.perf_counter", side_effect=[]), mock.patch("time.monotonic", side_effect=count(0, 3600)):
+        trainer.fit(BoringModel())
     trainer.validate(BoringModel(), verbose=False)
 """
 
 
 @pytest.mark.proof
 def test_loaders_of_a_test_are_served_by_a_data_host(tmp_path):
-    """A test passes on a data host, with two runs of a Trainer."""
+    """A test passes on a data host, with two runs of a Trainer, although it replaces the clocks."""
     tests = tmp_path / "tests_pytorch"
     tests.mkdir()
     (tests / "test_some.py").write_text(_TEST)

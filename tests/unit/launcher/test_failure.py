@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.failure_file import ProcessFailure
-from lightning_sm.job.outcome import Reason
+from lightning_sm.job.outcomes import Reason
 from lightning_sm.job.topology import Role
 from lightning_sm.launcher import failure
 from lightning_sm.launcher.failure import Place, error_reason, script_failure

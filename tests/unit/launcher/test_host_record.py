@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
-from lightning_sm.job.outcome import JobOutcome, Outcome, OutcomeKind, Reason
+from lightning_sm.job.outcomes import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.job.topology import Role
 from lightning_sm.job.variables import RECORD_DIR
 from lightning_sm.launcher.host_record import HostRecord

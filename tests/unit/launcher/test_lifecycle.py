@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.job.outcome import INTERRUPTED_EXIT_CODE, JobOutcome, Outcome, OutcomeKind, Reason
+from lightning_sm.job.outcomes import INTERRUPTED_EXIT_CODE, JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.job.topology import Role
 from lightning_sm.launcher.lifecycle import (
     Done,

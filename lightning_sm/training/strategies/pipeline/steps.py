@@ -33,7 +33,7 @@ class UserSteps:
     """A runner of the user's steps, whose network is split across several ranks.
 
     The LightningModule stays as the user wrote it. Each rank of a replica runs a step until it calls the network, and
-    then runs its own stage. The last rank receives the output and runs the rest of the step. The others exit the step
+    then runs its own stage. The last rank receives the output and runs the rest of the step. The others leave the step
     early, and its effects are then applied to them (see ``StepEffects``). While the stages run a training step, the
     last rank also runs ``training_step`` for each microbatch, on a copy of the module, to get the loss.
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from lightning_sm.job.outcome import Outcome
+from lightning_sm.job.outcomes import Outcome
 from lightning_sm.launcher.peers.client import Client
 from lightning_sm.launcher.peers.hub import Hub
 from lightning_sm.launcher.peers.messages import Answer, Question, from_line, mac_of, peers_key, to_line

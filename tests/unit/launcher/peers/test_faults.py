@@ -10,7 +10,7 @@ import time
 import pytest
 
 from lightning_sm.job.host_keys import new_secret
-from lightning_sm.job.outcome import JobOutcome, Outcome, OutcomeKind, Reason
+from lightning_sm.job.outcomes import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher.peers import hub as hub_module
 from lightning_sm.launcher.peers import messages
 from lightning_sm.launcher.peers.client import Client

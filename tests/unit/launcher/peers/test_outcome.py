@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_sm.job.outcome import JobOutcome, Outcome, OutcomeKind, Reason
+from lightning_sm.job.outcomes import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Timings
 from tests.unit.launcher.peers.launchers import BROKEN
 

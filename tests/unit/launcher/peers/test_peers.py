@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from lightning_sm.job.outcome import JobOutcome, Outcome, OutcomeKind, Reason
+from lightning_sm.job.outcomes import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher.peers.outcome import Timings
 from lightning_sm.launcher.peers.peers import Peers
 from tests.unit.launcher.peers.launchers import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sm.job.outcome import JobOutcome, Outcome, OutcomeKind, Reason
+from lightning_sm.job.outcomes import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Restart, Timings, pause_s
 
 BROKEN = Outcome.of_exit_code(1, "ValueError: broken\non trainer host b (exit code 1)", may_restart=True)

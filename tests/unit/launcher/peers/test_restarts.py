@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lightning_sm.job.outcome import JobOutcome, Outcome, OutcomeKind, Reason
+from lightning_sm.job.outcomes import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher.peers.outcome import Restart
 from tests.unit.launcher.peers.launchers import DATA, MAIN, TIMEOUT_S, Job, connected, end_outcomes, outcome_of, until
 

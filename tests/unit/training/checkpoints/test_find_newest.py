@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
-from lightning_sm.training.checkpoints import find_newest as newest_module
+from lightning_sm.training.checkpoints import find_newest
 from lightning_sm.training.checkpoints.find_newest import JOB_KEY, job_facts, newest_checkpoint
 from lightning_sm.training.checkpoints.fits import Fit
 from lightning_sm.training.checkpoints.pickle_peek import inert_checkpoint
@@ -634,10 +634,10 @@ def test_hosts_choose_from_what_any_of_them_has(tmp_path):
 def test_a_file_that_one_host_has_overwritten_counts_for_the_others(tmp_path, monkeypatch):
     """If one host overwrote a file that others downloaded under the same name, the newer copy counts on all hosts."""
     stale, fresh = (save(tmp_path / str(host) / "last.ckpt", step=3 + host) for host in range(2))
-    read = newest_module._read
+    read = find_newest._read
     # Give both files the same path, as on the hosts of a job.
     monkeypatch.setattr(
-        newest_module, "_read", lambda path, *rest: replace(read(path, *rest), path=Path("/ck/last.ckpt"))
+        find_newest, "_read", lambda path, *rest: replace(read(path, *rest), path=Path("/ck/last.ckpt"))
     )
     found = Together(stale.parent, fresh.parent).newest()
     assert [(one.progress[0], one.host) for one in found] == [(4, 1)] * 2

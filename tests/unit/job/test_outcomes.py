@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lightning_sm.job.outcome import INTERRUPTED_EXIT_CODE, MAX_REASON_CHARS, JobOutcome, Outcome, OutcomeKind, Reason
+from lightning_sm.job.outcomes import INTERRUPTED_EXIT_CODE, MAX_REASON_CHARS, JobOutcome, Outcome, OutcomeKind, Reason
 
 
 def test_reasons_are_cut_at_what_sagemaker_shows():
