@@ -35,7 +35,7 @@ examples:
 
 NAME is the name of a training job or of a tuning job.
 
-exit codes: 0 done; with logs, the exit code of a job that has ended (1 if it failed and its code is unknown);
+exit codes: 0 done; with logs, the exit code of a training job that has ended (1 if it failed and its code is unknown);
 2 AWS rejects the request or cannot be reached, there is no such job, or the arguments are wrong
 """
 

@@ -27,8 +27,8 @@ _FAILURE_GRACE_S = 25.0
 _GRACE_S = 5.0
 # Time limit for copying the rest of the hosts' output to the logs and to stdout, whose reader may be slow.
 _OUTPUT_S = 60.0
-# timeout(1) sends its signal twice, and so do wrappers that forward a signal that the terminal has already sent to all
-# processes. Signals within this time count as one.
+# A signal may arrive twice: timeout(1) sends it twice, and some wrappers forward one that the terminal has already sent
+# to all processes. Signals within this time count as one.
 _ONE_SIGNAL_S = 0.5
 _POLL_S = 0.1
 # A shorter interval, used while a fault may be due at a step: small models run hundreds of steps per second.

@@ -54,7 +54,7 @@ def command(job_dir: Path, host_dir: Path, argv: Sequence[str]) -> list[str]:
 
 @cache
 def obstacle() -> str:
-    """Return why this system cannot give each host a mount namespace; empty if it can."""
+    """Return the reason why hosts cannot have a mount namespace each on this system; empty if they can."""
     with tempfile.TemporaryDirectory() as folder:
         job_dir = Path(folder)
         (job_dir / "host").mkdir()

@@ -193,7 +193,7 @@ class ProcessRuntime(HostRuntime):
         return reserve_ports(topology)
 
     def shared_disk_reason(self) -> str:
-        """Return why hosts can read each other's folders on this system; empty if they cannot."""
+        """Return the reason why hosts can read each other's folders on this system; empty if they cannot."""
         return own_disk.obstacle()
 
     @contextlib.contextmanager

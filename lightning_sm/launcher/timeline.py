@@ -48,7 +48,7 @@ MAIN_HOST_LEAVES_LATER_S = 1.0
 # Time to wait for scripts still running. SageMaker gives a stopped job 120 s.
 AFTER_FAILURE_S = 150.0
 
-# Time between SIGTERM and SIGKILL for a script or rank, so that it can log its state.
+# Time from SIGTERM to SIGKILL, in which a script or rank can log its state.
 END_GRACE_S = 15.0
 
 # ---- When the script has exited.

@@ -46,7 +46,7 @@ _SPANS = {
     "validation": "Validate less often (check_val_every_n_epoch, val_check_interval), or on less data.",
     "checkpoints": "Save less often (every_n_train_steps, train_time_interval), or less.",
     "first step": "Start fewer workers, or compile less.",
-    "model export": "Export a smaller model, or only its weights.",
+    "model export": "Export only the weights, or a smaller model.",
     "between epochs": "Keep a local loader's workers (persistent_workers=True), and check what callbacks do there.",
 }
 # By part of a step: name of the limit, whether it is the work of the training itself, and what to change.

@@ -312,7 +312,7 @@ def _same_hosts(measured: MeasuredRun) -> Iterator[tuple[int, int]]:
 
 
 def _more_hosts(measured: MeasuredRun, kind: str | None) -> Iterator[tuple[int, int]]:
-    """Yield pairs (workers, data hosts) with more data hosts, until there is no waiting."""
+    """Yield pairs (workers, data hosts) with more and more data hosts, until training no longer waits for data."""
     # Hosts of the measured kind are added to the existing ones; hosts of another kind replace them.
     first, per_host = measured.num_hosts + 1, measured.most_here // max(1, measured.num_hosts)
     if kind is not None:

@@ -263,13 +263,14 @@ class StepTimes(UnlistedCallback):
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of an object until the run ends; if other code has replaced it since, do not restore it."""
-        replaced_before = {name: vars(owner)[name]} if name in vars(owner) else {}
+        own = vars(owner).get(name)  # of other code; None if this is still the class's method
         setattr(owner, name, method)
 
         def restore() -> None:
             if vars(owner).get(name) is method:
                 delattr(owner, name)
-                vars(owner).update(replaced_before)
+                if own is not None:
+                    setattr(owner, name, own)
 
         self._undo.callback(restore)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import pty
-import select
 import shutil
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
 
 import pytest
+
+from tests.integration.terminals import read_terminal
 
 pytest.importorskip("shtab", reason="needs shtab (extra completion)")
 
@@ -30,19 +29,17 @@ _SET_UP_ZSH = (
 )
 
 
+def write_script(shell, path):
+    """Write the completion script for a shell."""
+    with path.open("w") as file:
+        subprocess.run([sys.executable, "-m", "lightning_sm", "completion", shell], stdout=file, timeout=60, check=True)
+    return path
+
+
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
     """The completion script for bash."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_sm", "completion", "bash"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    path = tmp_path_factory.mktemp("completion") / "lightning-sm"
-    path.write_text(done.stdout)
-    return path
+    return write_script("bash", tmp_path_factory.mktemp("completion") / "lightning-sm")
 
 
 @pytest.mark.parametrize(
@@ -87,40 +84,16 @@ def test_bash_completes(script, tmp_path, words, offered):
 def test_zsh_completes(tmp_path, typed, completed):
     """Zsh's completion system completes commands, options and keys of a job file in a terminal."""
     pytest.importorskip("boto3", reason="needs boto3, as lightning-sm jobs does")
-    with (tmp_path / "_lightning-sm").open("w") as file:
-        subprocess.run([sys.executable, "-m", "lightning_sm", "completion", "zsh"], stdout=file, timeout=60, check=True)
+    write_script("zsh", tmp_path / "_lightning-sm")
     ours, theirs = pty.openpty()
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TERM": "dumb", "PS1": ""}
-    with (
-        _closing(ours),
-        subprocess.Popen(
-            ["zsh", "-f", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
-        ) as zsh,
-    ):
+    call = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "env": env, "start_new_session": True}
+    with os.fdopen(ours, "r+b", buffering=0), subprocess.Popen(["zsh", "-f", "-i"], **call) as zsh:
         os.close(theirs)
         try:
             os.write(ours, _SET_UP_ZSH)
-            _read_until(b"is-ready", ours)
+            assert b"is-ready" in read_terminal(ours, lambda text: b"is-ready" in text)
             os.write(ours, f"lightning-sm {typed}\t".encode())
-            _read_until(completed, ours)
+            assert completed in read_terminal(ours, lambda text: completed in text)
         finally:
             zsh.kill()
-
-
-@contextmanager
-def _closing(fd):
-    try:
-        yield
-    finally:
-        os.close(fd)
-
-
-def _read_until(awaited, terminal):
-    text, deadline = b"", time.monotonic() + 60
-    while awaited not in text:
-        left_s = max(0.0, deadline - time.monotonic())
-        assert select.select([terminal], [], [], left_s)[0], f"{awaited!r} did not come, only {text!r}"
-        try:
-            text += os.read(terminal, 4096)
-        except OSError as error:  # how Linux reports that zsh has exited
-            raise AssertionError(f"zsh has exited; it wrote only {text!r}") from error

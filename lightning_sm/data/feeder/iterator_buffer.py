@@ -110,7 +110,7 @@ class IteratorBuffer:
         request: Description of the iterator.
         free: Unused slots of the ring.
         range_length: Batches per future request.
-        largest: Size of the largest batch so far, in bytes. For an answer with several batches, their mean size counts.
+        largest: Size of the largest batch so far, in bytes. If an answer has several batches, their mean size is used.
         in_flight: Requested ranges by request id.
         ready: Complete ranges by their first step.
         next_step: The next batch to deliver.

@@ -50,7 +50,7 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class _Terminated(BaseException):
-    """An interruption of the user's hook; not an Exception, which ``except Exception`` in the hook would catch."""
+    """Interrupts the user's hook. Not an ``Exception``, so that ``except Exception`` in the hook does not catch it."""
 
 
 @dataclass(frozen=True)

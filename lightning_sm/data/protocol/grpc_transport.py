@@ -33,7 +33,7 @@ from lightning_sm.job.variables import JOB_SECRET
 
 logger = logging.getLogger(__name__)
 
-# A request for a batch has 8 bytes per sample, and all requests for the batches in a window may share a message.
+# A request for a batch takes 8 bytes per sample, and one message may have the requests for a whole window.
 MAX_REQUESTS_BYTES = 64 << 20
 
 # Each rank holds one thread for its stream, and one more during a short call. Threads are created on demand. Calls

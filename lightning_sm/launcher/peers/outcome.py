@@ -246,7 +246,8 @@ class JobOutcomeTracker:
         timings = self._timings
         limit_s = timings.peers_timeout_s if _HostPhase.ABSENT in states else timings.after_failure_s
         if now - pending.ordered_at >= limit_s:
-            note = f"{pending.restart} was abandoned: after {limit_s:g} s it still waited for {listed(self.awaited)}."
+            awaited = listed(self.awaited)
+            note = f"{pending.restart} was abandoned: after {limit_s:g} s, it was still waiting for {awaited}."
             self._decide(pending.failure, now, note)
 
     def _may_all_leave(self, now: float) -> bool:

@@ -19,7 +19,7 @@ from lightning_sm.launcher.user_code.script import Script, Submission
 
 _LOG = command_logger(__name__)
 
-# Exit code of ``archive`` if its last line of stderr gives the reason for the failure.
+# Exit code of ``archive`` when the last line of its stderr gives the reason for the failure.
 _SAYS_WHY_EXIT_CODE = 2
 
 

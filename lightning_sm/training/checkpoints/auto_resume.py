@@ -143,5 +143,5 @@ def _is_misfit(error: Exception) -> bool:
         return False
     if isinstance(error, _OTHER_FIELDS):
         return True
-    # For a mismatch, torch raises a plain RuntimeError, as for a GPU error, so accept one only from load_state_dict.
+    # torch raises a plain RuntimeError for a mismatch, but also for a GPU error: a mismatch comes from load_state_dict.
     return isinstance(error, RuntimeError) and traceback.extract_tb(error.__traceback__)[-1].name == "load_state_dict"

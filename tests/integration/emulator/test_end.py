@@ -21,6 +21,7 @@ from tests.integration.emulators import (
     processes_of,
     until,
 )
+from tests.integration.terminals import read_terminal
 
 # Creates a file once it runs, then waits for a signal; the sleep outlasts any test that passes.
 _WAIT = f"{SCRIPT_START}open(base + '/ready', 'w').close()\nimport time\ntime.sleep({2 * TIMEOUT_S})\n"
@@ -185,13 +186,10 @@ def test_the_reason_does_not_act_upon_the_terminal(jobs, work):
         SCRIPT_START + "open(base + '/output/failure', 'w').write('bad \\x1b]52;c;cGF5\\x07\\x1b[2Jdata')\nos._exit(3)"
     )
     reader, writer = os.openpty()
-    with os.fdopen(reader, "rb", buffering=0) as terminal:
+    with os.fdopen(reader, "rb", buffering=0):
         ended = subprocess.Popen(command(jobs, ["--", "train.py"]), cwd=work, stdout=writer, stderr=writer)
         os.close(writer)
-        shown = b""
-        with contextlib.suppress(OSError):  # the other end is closed
-            while part := terminal.read(4096):
-                shown += part
+        shown = read_terminal(reader)
         assert ended.wait(TIMEOUT_S) == 3
     assert b"The job failed:\r\nbad data\r\n" in shown
     assert b"\x1b]52" not in shown

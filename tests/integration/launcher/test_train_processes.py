@@ -284,6 +284,40 @@ def test_a_host_that_was_killed_is_the_reason_of_the_one_that_lost_its_connectio
     assert failure(hosts.folder / "algo-1").startswith("Lost host algo-2: its launcher has sent nothing for 15 s")
 
 
+# Exits like an interrupted training when its own host or another one is stopped.
+_INTERRUPTED = """
+import pathlib, signal, sys, time
+from lightning_sm.job.control_folder import announce
+stopping = pathlib.Path("stopping")
+signal.signal(signal.SIGUSR2, lambda *_: stopping.touch())
+announce().note_saved([])
+print("ready", flush=True)
+while not stopping.exists():
+    time.sleep(0.01)
+sys.exit(143)
+"""
+
+
+@pytest.mark.parametrize(("stopped", "other"), [("algo-1", "algo-2"), ("algo-2", "algo-1")])
+def test_a_host_leaves_an_interrupted_job_only_when_it_is_stopped_itself(work, tmp_path, stopped, other):
+    """A host whose script has saved and exited waits for its own stop signal, while the stopped host exits."""
+    hosts = Hosts(tmp_path / "hosts")
+    (work / "train.py").write_text(_INTERRUPTED)
+
+    def launcher(host):
+        return started(hosts.folder / host, work, "train.py", **hosts.env(host))
+
+    with launcher(stopped) as first, launcher(other) as second:
+        first.wait_for("ready")
+        second.wait_for("ready")
+        first.process.terminate()
+        second.wait_for("this host has saved its checkpoint, but has not been told to stop yet.")
+        assert first.exit_code() == INTERRUPTED_EXIT_CODE
+        assert second.process.poll() is None
+        second.process.terminate()
+        assert second.exit_code() == INTERRUPTED_EXIT_CODE
+
+
 @pytest.mark.parametrize("scheme", ["s3", "file"])
 def test_the_first_checkpoint_is_waited_for_before_its_upload_has_begun(work, tmp_path, scheme):
     """The launcher waits for the first upload even if SageMaker's agent has not begun it when the script exits.

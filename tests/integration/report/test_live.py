@@ -6,15 +6,14 @@ import json
 import os
 import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.integration.emulators import command, in_background, job_dir, local, until
+from tests.integration.terminals import read_terminal
 
 TIMEOUT_S = 60
 
@@ -105,15 +104,10 @@ def test_ctrl_c_leaves_a_terminal_as_it_was(job):
     call = watch(folder)
     with subprocess.Popen(call, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
         os.close(theirs)
-        text = b""
-        deadline = time.monotonic() + TIMEOUT_S
-        while text.count(b"  training  ") < 4:
-            left_s = max(0.0, deadline - time.monotonic())
-            assert select.select([ours], [], [], left_s)[0], f"nothing more was shown than {text[-2000:]!r}"
-            text += os.read(ours, 4096)
+        text = read_terminal(ours, lambda text: text.count(b"  training  ") >= 4)
         process.send_signal(signal.SIGINT)
         assert process.wait(TIMEOUT_S) == 0
-        text += _rest(ours)
+        text += read_terminal(ours)
     os.close(ours)
     assert b"Traceback" not in text
     assert set(re.findall(rb"\x1b\[[^A-Za-z]*[A-Za-z]", text)) == {b"\x1b[H", b"\x1b[2J"}
@@ -125,26 +119,12 @@ def test_the_emulator_says_how_to_watch_its_job(jobs, work):
     ours, theirs = pty.openpty()
     with subprocess.Popen(command(jobs, ["--", "train.py"]), cwd=work, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
-        text = _rest(ours).decode()
+        text = read_terminal(ours).decode()
         assert process.wait(TIMEOUT_S) == 0
     os.close(ours)
     folder = job_dir(jobs)
     assert f"Job {folder.name}. To watch it in another terminal: lightning-sm report --live {folder}" in text
     assert "--live" not in local(jobs, work, "--", "train.py").stdout
-
-
-def _rest(terminal):
-    """Read a process's output until it exits."""
-    found = b""
-    while True:
-        assert select.select([terminal], [], [], TIMEOUT_S)[0], f"nothing more came than {found[-2000:]!r}"
-        try:
-            data = os.read(terminal, 4096)
-        except OSError:  # how Linux reports that the other end is closed
-            return found
-        if not data:
-            return found
-        found += data
 
 
 def test_it_ends_with_the_job(job):

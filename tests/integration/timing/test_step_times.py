@@ -319,7 +319,7 @@ def test_nothing_is_left_of_it_in_the_trainer(fit):
 
 
 def test_a_method_that_other_code_replaced_before_is_put_back(fit):
-    """After a fit, a method of the Trainer that other code had replaced is that code's again."""
+    """A fit puts back a method of the Trainer that other code had replaced."""
 
     def own_save(*_args, **_kwargs):
         """Save nothing."""

@@ -45,14 +45,14 @@ class ScheduleRunner:
         self._key: Hashable = None
 
     def step(self, inputs: tuple[Tensor, ...], microbatches: int) -> Any:
-        """Run forward and backward passes, which sum the microbatches' gradients in ``.grad``.
+        """Run the forward and backward passes, and sum the microbatches' gradients in ``.grad``.
 
         A collective call within the replica.
 
         Args:
             inputs: The network's inputs for the whole batch. Shapes must match on all ranks; only the first rank uses
                 the values.
-            microbatches: Number of microbatches; it divides the number of rows in the batch.
+            microbatches: Number of microbatches, a divisor of the number of rows in the batch.
 
         Returns:
             The network's output for the whole batch on the last rank, else None.

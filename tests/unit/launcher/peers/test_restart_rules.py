@@ -200,7 +200,8 @@ def test_a_host_that_does_not_end_its_script_ends_the_job(now):
     outcome = tracker.job_outcome
     assert (outcome.host, outcome.exit_code) == ("b", 1)
     assert (
-        outcome.reason.text == f"{BROKEN.reason.text}\nRestart 1 of 2 was abandoned: after 100 s it still waited for a."
+        outcome.reason.text
+        == f"{BROKEN.reason.text}\nRestart 1 of 2 was abandoned: after 100 s, it was still waiting for a."
     )
 
 
