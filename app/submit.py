@@ -23,5 +23,6 @@ def main(learning_rates: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")
+    _LOG.setLevel(logging.INFO)
     main(sys.argv[1:])
