@@ -105,7 +105,7 @@ def _jobs(argv: Sequence[str]) -> int:
 
 
 def _parser(*, with_all_options: bool = False) -> CommandParser:
-    """Return the parser, on request with the options of ``submit`` and ``jobs``, which have separate parsers."""
+    """Return the parser; on request, include the options of ``submit`` and ``jobs``, which have separate parsers."""
     parser = CommandParser(prog="lightning-sm", description="Run PyTorch Lightning on Amazon SageMaker clusters.")
     parser.add_argument(
         "--version", action="version", version=f"lightning-sm {__version__}", help="show the version and exit"

@@ -29,7 +29,7 @@ class CommandParser(argparse.ArgumentParser):
 
     @property
     def option_names(self) -> list[str]:
-        """The options, with their dashes."""
+        """The names of the options, with their dashes."""
         return list(self._option_string_actions)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -67,7 +67,7 @@ def did_you_mean(word: str, names: Sequence[str]) -> str:
 
 
 def positive_number(text: str) -> float:
-    """Parse a number above zero, for ``type`` of ``argparse``.
+    """Parse a number above zero, as a ``type`` for ``argparse``.
 
     Raises:
         argparse.ArgumentTypeError: The text is not a positive number.
@@ -82,7 +82,7 @@ def positive_number(text: str) -> float:
 
 
 def positive_whole_number(text: str) -> int:
-    """Parse a whole number above zero, for ``type`` of ``argparse``.
+    """Parse a whole number above zero, as a ``type`` for ``argparse``.
 
     Raises:
         argparse.ArgumentTypeError: The text is not a positive whole number.

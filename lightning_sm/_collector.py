@@ -1,4 +1,4 @@
-"""Python's garbage collector in the processes of a job."""
+"""Control of Python's garbage collector in a job's processes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _DISTRIBUTIONS = ("pytorch_lightning", "lightning.pytorch")
 
 
 def _choose() -> str:
-    # sys.modules is in the order of import.
+    # sys.modules is in import order.
     imported = [name for name in sys.modules if name in _DISTRIBUTIONS]
     if imported:
         return imported[0]
@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from pytorch_lightning.trainer.connectors import data_connector
     from pytorch_lightning.utilities import CombinedLoader, parsing, rank_zero_only
 else:
-    # Lightning's names by module; private names lose their underscore. Lightning before 2.6 lacks WeightAveraging: an
-    # empty tuple, of which nothing is an instance, replaces it.
+    # Lightning's names by module; private names lose their underscore. Lightning before 2.6 lacks WeightAveraging, so
+    # it becomes an empty tuple, of which nothing is an instance.
     _FABRIC = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"
     _NAMES = {
         DISTRIBUTION: "Callback LightningDataModule LightningModule Trainer",

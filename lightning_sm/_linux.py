@@ -26,7 +26,7 @@ CONTAINERS_SHARE_KERNEL = _IS_LINUX
 CGROUP = Path("/sys/fs/cgroup")
 LOOPBACK_INTERFACE = "lo" if _IS_LINUX else "lo0"
 _SYSTEM = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
-# Interval between two checks of whether threads sleep.
+# Interval between two checks of whether threads are asleep.
 _LOOK_S = 0.01
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
@@ -58,7 +58,7 @@ def usable_cpus(cgroup: Path = CGROUP) -> int:
     Off Linux, this is the number of CPUs of the machine.
 
     Args:
-        cgroup: Folder of the control group's files.
+        cgroup: Folder with the control group's files.
     """
     cpus = len(os.sched_getaffinity(0)) if _IS_LINUX else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
@@ -82,7 +82,7 @@ def handles_signal(pid: int, signum: int, *, or_blocks: bool = False) -> bool | 
     Args:
         pid: Process id; False is returned for a process that has exited.
         signum: Number of the signal.
-        or_blocks: Whether to return True also if the process blocks the signal, which then stays pending and may
+        or_blocks: Whether to also return True if the process blocks the signal, which then stays pending and may
             find a handler later.
     """
     if not _IS_LINUX:
@@ -177,7 +177,7 @@ def exit_code_of_zombie(pid: int) -> int | None:
 
 
 def wait_until_asleep(threads: str, timeout_s: float) -> bool:
-    """Wait until all threads of this process that have a given name sleep, and return whether they do so in time.
+    """Wait until all of this process's threads with a given name are asleep; return False if the time runs out first.
 
     The interpreter's lock is free between two checks, so a thread that has not run between them is waiting for work
     rather than for the lock. Off Linux, return True at once.
@@ -199,7 +199,7 @@ def wait_until_asleep(threads: str, timeout_s: float) -> bool:
 
 
 def _runs_of(threads: str) -> dict[str, tuple[str, ...]]:
-    """Return the state and the number of context switches of each thread that has a given name."""
+    """Return the state and the number of context switches of each thread with a given name."""
     runs = {}
     for status in Path("/proc/self/task").glob("*/status") if _IS_LINUX else ():
         with contextlib.suppress(OSError):  # the thread has just exited

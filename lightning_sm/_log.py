@@ -1,4 +1,4 @@
-"""The loggers of lightning_sm, whose lines are visible by default and have a prefix in commands."""
+"""lightning_sm's loggers, whose lines are visible by default and have a prefix in commands."""
 
 from __future__ import annotations
 

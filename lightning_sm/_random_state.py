@@ -1,4 +1,4 @@
-"""The random state of a process, which is stored in checkpoints and passed to and from hooks on data hosts."""
+"""A process's RNG state, which is stored in checkpoints and passed to and from hooks on data hosts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 @dataclass(frozen=True)
 class RandomState:
-    """The random states of this process, and of CUDA and a generator if they are used.
+    """The RNG states of this process, and those of CUDA and a generator if they are used.
 
     States are captured often and saved rarely, so they are converted only for saving. torch's states are kept as
-    arrays, because pickling a tensor writes a file in memory.
+    arrays, because pickling a tensor writes an in-memory file.
     """
 
     torch_state: np.ndarray[Any, Any]
@@ -38,7 +38,7 @@ class RandomState:
         )
 
     def saved(self) -> dict[str, Any]:
-        """Convert to values that ``torch.load(weights_only=True)`` accepts."""
+        """Convert the states to values that ``torch.load(weights_only=True)`` accepts."""
         name, keys, *rest = self.numpy_state
         version, numbers, gauss = self.python_state
         return {
@@ -51,7 +51,7 @@ class RandomState:
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> RandomState:
-        """Restore an object from the result of ``saved``."""
+        """Rebuild the states from the result of ``saved``."""
         name, keys, *rest = saved["numpy"]
         version, numbers, gauss = saved["python"]
         return cls(
@@ -68,7 +68,7 @@ class RandomState:
         return mine == others
 
     def restore(self, generator: torch.Generator | None = None) -> None:
-        """Set the states of this process and of a generator."""
+        """Restore these states in this process and in a generator."""
         torch.set_rng_state(torch.tensor(self.torch_state, device="cpu"))
         np.random.set_state(self.numpy_state)
         random.setstate(self.python_state)

@@ -10,7 +10,7 @@ from typing import Any, Union
 import msgspec
 
 # Create one decoder at a time: msgspec caches a type's information before it is complete, and crashes the process if
-# another thread then makes a decoder for the same type (seen with msgspec 0.22).
+# another thread then creates a decoder for the same type (seen with msgspec 0.22).
 _MAKING_DECODER = threading.Lock()
 
 _JSON = msgspec.json.Encoder()

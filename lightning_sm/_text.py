@@ -1,4 +1,4 @@
-"""The format of numbers, times and names for people, the same in logs, pages and errors."""
+"""Human-readable formats for numbers, times and names, the same in logs, pages and errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MINUTE_S = 60
 _HOUR_S = 3600
 # Shorter durations are written in seconds with three significant digits, longer ones in minutes or hours.
 _LONG_S = 120.0
-# Minimum of difflib's ratio: long words may differ in two letters, short words in one letter or the order of two.
+# Minimum of difflib's ratio: long words may differ in two letters, short words in one letter or in the order of two.
 _SIMILAR = 0.66
 # Escape sequences of ECMA-48, with 7-bit and 8-bit introducers: control sequences, command strings (titles, clipboard),
 # and the rest.
@@ -93,10 +93,10 @@ def closest(word: str, names: Iterable[str]) -> str | None:
 
 
 def plain(text: str) -> str:
-    """Remove what a terminal would act upon: escape sequences, and control characters except tab and line feed."""
+    """Remove what a terminal would act on: escape sequences, and control characters except tab and line feed."""
     return _CONTROLS.sub("", _ESCAPES.sub("", text))
 
 
 def for_terminal(text: str, stream: TextIO) -> str:
-    """Return another program's output for a stream: made ``plain`` if the stream is a terminal, else unchanged."""
+    """Make another program's output ``plain`` if it goes to a terminal; otherwise, return it unchanged."""
     return plain(text) if stream.isatty() else text

@@ -24,24 +24,24 @@ def _none(_cls: type[Any]) -> list[Any]:
 
 
 class UnlistedCallback(Callback):
-    """A ``Callback``."""
+    """A ``Callback`` that jsonargparse does not list."""
 
     __subclasses__ = _none
 
 
 class UnlistedProgressBar(ProgressBar):
-    """A ``ProgressBar``."""
+    """A ``ProgressBar`` that jsonargparse does not list."""
 
     __subclasses__ = _none
 
 
 class UnlistedCheckpointIO(WrappingCheckpointIO):
-    """A ``CheckpointIO`` that wraps another."""
+    """A ``CheckpointIO`` that wraps another one and that jsonargparse does not list."""
 
     __subclasses__ = _none
 
 
 class UnlistedDataModule(LightningDataModule):
-    """A ``LightningDataModule``."""
+    """A ``LightningDataModule`` that jsonargparse does not list."""
 
     __subclasses__ = _none

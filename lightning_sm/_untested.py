@@ -1,4 +1,4 @@
-"""Notes on features without a test under real conditions, for ``--help`` and the log (all: docs/tested.md)."""
+"""Notes on features not tested under real conditions, for ``--help`` and the log (full list: docs/tested.md)."""
 
 SERVICE = "Never run against the SageMaker service itself, only against botocore's model of it (docs/tested.md)."
 GPUS = "lightning_sm has run on one GPU, and never with NCCL between GPUs or with EFA (docs/tested.md)."

@@ -11,7 +11,7 @@ The tree::
     |- ScriptError(ValueError)           the training script cannot be found or started
     |- HostResolutionError(TimeoutError) a host name did not resolve in time
     |- PortInUseError(OSError)           the main port is taken
-    |- OutputDirectoryError(OSError)     an output directory cannot be written
+    |- OutputDirectoryError(OSError)     an output directory or file cannot be written
     |- CheckpointError(OSError)          a checkpoint could not be written
     |  `- CheckpointMismatchError(ValueError)  a checkpoint does not belong to the script's model
     |- SubmitError(ValueError)           a job cannot be submitted: wrong description, or something is missing locally
@@ -24,7 +24,7 @@ The tree::
        |- DataSettingsError(ValueError)       a setting is wrong, or a DataModule cannot be served
        |- DataHostUnreachableError(ConnectionError)  no data host can be reached
        |- DataTimeoutError(TimeoutError)      a batch did not arrive in time
-       |- DataHostMismatchError(ValueError)   a data host's job, version, token or dataset is not that of its peers
+       |- DataHostMismatchError(ValueError)   a data host's job, version, token or dataset differs from its peers'
        |- RemoteTransformError(RuntimeError)  the user's code failed on a data host
        |  `- RemoteImportError(ImportError)      the user's code cannot be imported there
        |- BatchTypeError(TypeError)           a batch holds something that cannot be sent
@@ -75,7 +75,7 @@ class PortInUseError(LightningSMError, OSError):
 
 
 class OutputDirectoryError(LightningSMError, OSError):
-    """A directory that the job must write to cannot be written."""
+    """An output directory or file cannot be written."""
 
 
 class CheckpointError(LightningSMError, OSError):
@@ -123,11 +123,11 @@ class DataHostUnreachableError(DataServiceError, ConnectionError):
 
 
 class DataTimeoutError(DataServiceError, TimeoutError):
-    """A batch, or the description of a loader, did not arrive before its deadline."""
+    """A batch, or a loader's description, did not arrive before its deadline."""
 
 
 class DataHostMismatchError(DataServiceError, ValueError):
-    """A data host's job, version or data is not that of its peers."""
+    """A data host's job, version or data differs from that of its peers."""
 
 
 class RemoteTransformError(DataServiceError, RuntimeError):

@@ -1,1 +1,1 @@
-"""Tools for managing jobs on the service from a laptop, which only need boto3."""
+"""Tools for managing jobs on the service from a laptop; they only need boto3."""

@@ -13,11 +13,11 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from lightning_sm.errors import AWSError
 
-# Retry often: following a job takes hours, and the API is sometimes throttled.
+# Retry often: following a job takes hours, and requests are sometimes throttled.
 _CONFIG = Config(retries={"mode": "adaptive", "max_attempts": 10})
-# Do not retry: if an answer is lost, the service would reject the second request because its name is taken.
+# Do not retry: if a response is lost, the service rejects the second request because the name is already taken.
 _ONCE_CONFIG = Config(retries={"total_max_attempts": 1})
-# For optional requests, which should fail soon, for example if the network only reaches some services.
+# For optional requests, which should fail quickly, for example if the network only reaches some services.
 _QUICK_CONFIG = Config(connect_timeout=5, read_timeout=20, retries={"mode": "standard", "max_attempts": 3})
 
 
@@ -52,7 +52,7 @@ class Clients:
         return self._session.client("s3", config=_CONFIG)
 
     def look(self, service: str, region: str | None = None) -> Any:
-        """Return a client for any service, whose requests succeed or fail soon.
+        """Return a client for any service, with short timeouts and few retries.
 
         Args:
             service: boto3's name for the service.

@@ -1,4 +1,4 @@
-"""``lightning-sm jobs``, which shows jobs on the service with logs and reports, stops them, and resubmits them."""
+"""``lightning-sm jobs``, which lists, stops and resubmits jobs on the service, and shows their logs and reports."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _LOG = command_logger(__name__)
 _COMMANDS = ("list", "logs", "stop", "report", "again")
 _EXAMPLES = """\
 examples:
-  lightning-sm jobs list                              the newest training jobs of the account in this region
-  lightning-sm jobs logs NAME                         the log, merged over its hosts; failures first
+  lightning-sm jobs list                              the account's newest training jobs in this region
+  lightning-sm jobs logs NAME                         the log, merged from all hosts; failures first
   lightning-sm jobs logs -f NAME                      follow the log until the job ends
   lightning-sm jobs stop NAME
   lightning-sm jobs report NAME                       write the report here, from the records of all hosts
@@ -51,9 +51,9 @@ def main(
 
     Args:
         argv: The arguments after ``jobs``.
-        clients: Clients of the AWS APIs. Defaults to clients with the user's credentials and region.
+        clients: Clients for the AWS APIs. Defaults to clients with the user's credentials and region.
         write_report: Writes a report.
-        again: Submits the request of a training job again (``submit.again.again``).
+        again: Resubmits the request of a training job (``submit.again.again``).
 
     Raises:
         AWSError: AWS rejects a request or cannot be reached, or there is no such job.
@@ -62,7 +62,7 @@ def main(
         SubmitError: A job cannot be submitted again.
     """
     if argv and not argv[0].startswith("-") and argv[0] not in _COMMANDS:
-        hint = did_you_mean(argv[0], _COMMANDS) or f" There are {', '.join(_COMMANDS)}."
+        hint = did_you_mean(argv[0], _COMMANDS) or f" The commands are {', '.join(_COMMANDS)}."
         raise AWSError(f"lightning-sm jobs has no command {argv[0]!r}.{hint}")
     options = _parser().parse_args(argv, argparse.Namespace(write_report=write_report, again=again))
     with one_line_errors():
@@ -165,12 +165,12 @@ def add_arguments(parser: CommandParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="{" + ",".join(_COMMANDS) + "}")
     add_parser = partial(commands.add_parser, parents=[shared])
 
-    show = add_parser("list", help="the newest training jobs")
+    show = add_parser("list", help="list the newest training jobs")
     show.add_argument("text", nargs="?", help="only jobs whose name contains this")
     show.add_argument("--limit", type=positive_whole_number, default=20, help="maximum number of jobs (default: 20)")
     show.set_defaults(run=_list)
 
-    logs = add_parser("logs", help="the log of a job, merged over its hosts; failures first")
+    logs = add_parser("logs", help="show the log of a job, merged from all hosts; failures first")
     logs.add_argument("name")
     logs.add_argument("-f", "--follow", action="store_true", help="follow the log until the job ends")
     logs.add_argument("--all", action="store_true", help="everything in chronological order, even for a failed job")
@@ -180,9 +180,9 @@ def add_arguments(parser: CommandParser) -> None:
     end.add_argument("name")
     end.set_defaults(run=_stop)
 
-    page = add_parser("report", help="fetch the records of all hosts, and write the report of the job here")
+    page = add_parser("report", help="fetch the records of all hosts, and write the job's report here")
     page.add_argument("name")
-    page.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: NAME.html)")
+    page.add_argument("-o", "--output", type=Path, metavar="FILE", help="the report page (default: NAME.html)")
     page.add_argument("--records", type=Path, metavar="DIR", help="keep the records there, for compare and plan")
     page.add_argument(
         "--price",

@@ -1,4 +1,4 @@
-"""The lookup of a job by the name of a training job or tuning job."""
+"""Looking up a training job or tuning job by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_sm.errors import AWSError
 Kind: TypeAlias = Literal["training", "tuning"]
 # The final states of a job.
 ENDED = frozenset({"Completed", "Failed", "Stopped"})
-# DescribeTrainingJob raises ValidationException for an unknown name, although its model only has ResourceNotFound.
+# DescribeTrainingJob raises ValidationException for an unknown name, although its model only lists ResourceNotFound.
 _UNKNOWN = frozenset({"ValidationException", "ResourceNotFound", "ResourceNotFoundException"})
 
 
@@ -25,7 +25,7 @@ class Found:
     Attributes:
         kind: The kind of job, which determines the API that describes it.
         name: Name of the job.
-        description: The answer of DescribeTrainingJob or DescribeHyperParameterTuningJob.
+        description: The response from DescribeTrainingJob or DescribeHyperParameterTuningJob.
     """
 
     kind: Kind
@@ -61,7 +61,7 @@ def find(clients: Clients, name: str) -> Found:
     """Look up a job.
 
     Args:
-        clients: Clients of the AWS APIs.
+        clients: Clients for the AWS APIs.
         name: Name or ARN of a training job or of a tuning job.
 
     Raises:
@@ -94,7 +94,7 @@ def find_training_job(clients: Clients, name: str) -> Found:
 
 
 def training_job_names(clients: Clients, found: Found) -> list[str]:
-    """Return the names of the training jobs of a tuning job, in the order of their start."""
+    """Return the names of a tuning job's training jobs, oldest first."""
     pages = clients.sagemaker.get_paginator("list_training_jobs_for_hyper_parameter_tuning_job").paginate(
         HyperParameterTuningJobName=found.name, SortBy="CreationTime", SortOrder="Ascending"
     )

@@ -19,7 +19,7 @@ from lightning_sm.cloud.logs import Log
 _LOG = command_logger(__name__)
 
 _EVERY_S = 5.0
-# How many times to read the log after the job's end, because its last lines arrive late.
+# How many times to read the log after the job has ended, because its last lines arrive late.
 _LAST_LOOKS = 2
 # The service has no field for the exit code, but appends it to the reason, as in "AlgorithmError: <failure file>, exit
 # code: 137".
@@ -29,12 +29,12 @@ Sleep = Callable[[float], object]
 
 
 def follow(clients: Clients, kind: Kind, name: str, *, shows_log: bool, sleep: Sleep = time.sleep) -> Mapping[str, Any]:
-    """Wait until a job ends; log every change of its state, and write its log to stdout.
+    """Wait until a job ends; log each change of its state and, on request, write the job's log to stdout.
 
     Ctrl-C or an error ends the wait, but not the job. A warning then tells the user how to stop the job.
 
     Args:
-        clients: Clients of the AWS APIs.
+        clients: Clients for the AWS APIs.
         kind: The kind of job.
         name: Name of the job.
         shows_log: Whether to write the log, if permissions allow it. A tuning job has no log; the counts of its
@@ -45,7 +45,7 @@ def follow(clients: Clients, kind: Kind, name: str, *, shows_log: bool, sleep: S
         The last description of the job.
 
     Raises:
-        ClientError: AWS rejects a request, for example, after the credentials have expired.
+        ClientError: AWS rejects a request, for example after the credentials have expired.
         BotoCoreError: AWS cannot be reached.
     """
     state = ""
@@ -65,7 +65,7 @@ def follow(clients: Clients, kind: Kind, name: str, *, shows_log: bool, sleep: S
             log = log and _write_new(log)
     except (KeyboardInterrupt, ClientError, BotoCoreError):
         _LOG.warning(
-            "Stopped waiting. The job may still be running, and is billed.\n"
+            "Stopped waiting. The job may still be running and billed.\n"
             "  Follow it: lightning-sm jobs logs -f %s\n"
             "  Stop it:   lightning-sm jobs stop %s",
             name,
@@ -90,7 +90,7 @@ def exit_code(description: Mapping[str, Any]) -> int:
 
 def reason_of(description: Mapping[str, Any]) -> str:
     """Return why a job failed, in the service's words; empty if it gives no reason."""
-    return plain(str(description.get("FailureReason", "")))  # it is also logged
+    return plain(str(description.get("FailureReason", "")))  # without escape sequences, as it is logged
 
 
 def _state(found: Found) -> str:
@@ -106,7 +106,7 @@ def tuning_progress(description: Mapping[str, Any]) -> str:
     """Return the number of a tuning job's training jobs in each state, and the best training job.
 
     Args:
-        description: An answer of DescribeHyperParameterTuningJob.
+        description: A response from DescribeHyperParameterTuningJob.
     """
     counters = description["TrainingJobStatusCounters"]
     failed = counters.get("RetryableError", 0) + counters.get("NonRetryableError", 0)

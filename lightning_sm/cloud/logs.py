@@ -20,7 +20,7 @@ _GROUP = "/aws/sagemaker/TrainingJobs"
 _LATE_MS = 60_000
 # Matches host names in failure files, which the service passes on unchanged. The API has no field for the host.
 _HOST = re.compile(r"algo-\d+")
-# How many lines to show of each host that did not fail.
+# How many lines to show of each host that the failure reason does not name.
 _OTHERS_TAIL = 50
 
 
@@ -28,7 +28,7 @@ class Log:
     """The log of one training job. Each line begins with its time (UTC) and the name of its host.
 
     Args:
-        client: boto3's client of CloudWatch Logs.
+        client: boto3's CloudWatch Logs client.
         job_name: Name of the training job.
     """
 
@@ -95,11 +95,11 @@ class Log:
 
 
 def failure_first(log: Log, reason: str) -> Iterator[str]:
-    """Yield the log of a failed job: the reason, the logs of hosts that the reason names, and the end of the others.
+    """Yield the log of a failed job: the reason, the logs of the hosts that it names, and the last lines of the others.
 
     Args:
         log: The log.
-        reason: The service's reason.
+        reason: The failure reason that the service gives.
 
     Raises:
         ClientError: AWS rejects a request.

@@ -23,7 +23,7 @@ _LOG = command_logger(__name__)
 # Contains the output of all hosts, unless the job asks for plain files.
 _ARCHIVE = "output.tar.gz"
 
-# Writes a report; its arguments are the folders with records, the only job to read, the page, and prices.
+# Writes a report. Its arguments are the folders with records, the name of the job, the report page, and prices.
 ReportWriter: TypeAlias = Callable[[Sequence[Path], str, Path, Prices], None]
 
 
@@ -34,8 +34,8 @@ def fetch_records(client: Any, description: Mapping[str, Any], folder: Path) -> 
     jobs write their records to their output, which is uploaded when the job ends.
 
     Args:
-        client: boto3's client of S3.
-        description: An answer of DescribeTrainingJob.
+        client: boto3's S3 client.
+        description: A response from DescribeTrainingJob.
         folder: Receives the records. If other jobs share the checkpoints, it also receives their records.
 
     Returns:
@@ -70,15 +70,15 @@ def write_report_of(
     """Write the report of a training job from the records of all its hosts.
 
     Args:
-        client: boto3's client of S3.
-        description: An answer of DescribeTrainingJob.
+        client: boto3's S3 client.
+        description: A response from DescribeTrainingJob.
         write: Writes a report.
-        page: The file to write.
-        prices: Prices, for the cost of the job.
+        page: The HTML file to write.
+        prices: Prices for computing the cost of the job.
         folder: Where to keep the records. If None, they are deleted.
 
     Raises:
-        AWSError: There is no record.
+        AWSError: There is no record, or an archive is damaged.
         ClientError: S3 rejects a request.
         JobConfigError: The record cannot be read.
         OutputDirectoryError: The page cannot be written.
@@ -86,7 +86,7 @@ def write_report_of(
     with contextlib.ExitStack() as until_written:
         folder = folder or Path(until_written.enter_context(tempfile.TemporaryDirectory(prefix="lightning_sm-")))
         number = fetch_records(client, description, folder)
-        _LOG.info("%s of the record of %s", count(number, "file"), description["TrainingJobName"])
+        _LOG.info("Fetched %s from the record of %s", count(number, "file"), description["TrainingJobName"])
         write([folder], description["TrainingJobName"], page, prices)
 
 
@@ -116,7 +116,7 @@ def _archived_files(client: Any, bucket: str, key: str) -> Iterator[tuple[PurePo
 def _no_record(description: Mapping[str, Any], sources: Sequence[str]) -> str:
     name, status = description["TrainingJobName"], description["TrainingJobStatus"]
     if status not in ENDED:
-        why = f"The job is {status}: it uploads its output when it ends; its checkpoints, if it has any, while it runs."
+        why = f"The job is {status}: it uploads checkpoints, if it has any, while it runs, and its output when it ends."
     else:
         why = "Only scripts started by lightning-sm train write a record."
     return f"{name} has no record in {' or '.join(sources)}. {why}"

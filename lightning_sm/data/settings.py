@@ -37,10 +37,10 @@ class DataServiceSettings:
     """How data hosts serve batches, and how trainers fetch them.
 
     Args:
-        hooks: Where the DataModule's hooks run: "trainers" (as without data hosts) or "data" (on the data hosts).
-            Use "data" for datasets that trainers cannot read, that cannot be pickled, or that are large; trainers then
-            have loaders without datasets. "auto" chooses "data" if a data group has a channel that the trainers lack,
-            else "trainers".
+        hooks: Where the DataModule's hooks run: "trainers" (as they do without data hosts) or "data" (on the data
+            hosts). Use "data" for datasets that trainers cannot read, that cannot be pickled, or that are large;
+            trainers then have loaders without datasets. "auto" chooses "data" if a data group has a channel that the
+            trainers lack, else "trainers".
         workers: Number of worker processes on each data host. Defaults to the host's number of CPUs minus 1.
         window_batches: Maximum number of batches in flight or buffered, per rank and loader. Defaults to 32, or eight
             times a rank's share of the workers if that is more. Small batches share requests; the default then limits
@@ -54,7 +54,7 @@ class DataServiceSettings:
         port: Port of the data hosts. Derived from the job by default.
         trust: Addresses, host names and networks ("10.0.0.0/16") that may connect to the data hosts, in addition to the
             job's hosts and the data host's machine. Needed only for data hosts that are started by hand, and for
-            trainers that do not connect from the address of their host name.
+            trainers that do not connect from the address that their host name resolves to.
         tls_certificate: PEM file with the certificate of the data hosts; turns TLS on. Its SubjectAlternativeName must
             include the names or addresses by which trainers reach the data hosts: algo-1, algo-2 and so on in a job,
             127.0.0.2, 127.0.0.3 and so on with ``lightning-sm local``.
@@ -123,11 +123,11 @@ def _check_trusted(entry: str) -> None:
 
 @dataclass(frozen=True)
 class Credentials:
-    """The job, token and TLS files, on which data hosts and trainers must agree.
+    """The job, token and TLS files that data hosts and trainers must agree on.
 
     Attributes:
         job: Name of the job.
-        token: The secret that both sides must prove.
+        token: The secret that each side must prove it knows.
         tls_certificate: PEM file with this side's certificate.
         tls_key: PEM file with the certificate's private key.
         tls_authority: PEM file with the authority that signed the other side's certificate.
@@ -148,7 +148,7 @@ class Credentials:
         Args:
             settings: The settings.
             job: Name of the job.
-            env: Environment variables, perhaps with the job's secret.
+            env: Environment variables, which may contain the job's secret.
 
         Raises:
             JobConfigError: The job's secret is too short.
@@ -193,5 +193,5 @@ class HostSettings:
 
 
 def default_workers(cpus: int) -> int:
-    """Return a data host's default number of workers, which leaves one CPU to the server process."""
+    """Return a data host's default number of workers, which leaves one CPU for the server process."""
     return max(1, cpus - 1)

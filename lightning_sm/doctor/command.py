@@ -42,7 +42,7 @@ _WIDTHS = {"check": 16, "found": 54, "what to do": 40}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the doctor to the parser of its subcommand."""
+    """Add the doctor's options to its subcommand's parser."""
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
 
 

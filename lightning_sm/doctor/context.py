@@ -17,12 +17,12 @@ class Context:
     """The host to check.
 
     Attributes:
-        env: Environment variables of the host.
-        job: Job of the host; None outside SageMaker, or if the job's files are malformed.
-        topology: Layout of the job; None if there is no job, or if its groups contradict each other.
+        env: The host's environment variables.
+        job: The host's job; None outside SageMaker, or if the job's files are malformed.
+        topology: The job's layout; None if there is no job, or if its groups contradict each other.
         error: Why the job or its layout is unknown.
-        sys: Folder in which the kernel describes devices.
-        dev: Folder of the device files.
+        sys: The folder in which the kernel describes devices.
+        dev: The folder of the device files.
     """
 
     env: Mapping[str, str]

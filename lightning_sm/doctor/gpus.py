@@ -27,7 +27,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "count
 
 
 def gpus(context: Context) -> Iterator[Result]:
-    """Have torch count the GPUs, if the host should have any."""
+    """Let torch count the GPUs, if the host should have any."""
     expected, source = _expected(context)
     if not expected:
         yield ok("GPUs", "none")
@@ -63,11 +63,11 @@ def gpus(context: Context) -> Iterator[Result]:
 
 
 def fabric(context: Context) -> Iterator[Result]:
-    """Show EFA devices and the settings of NCCL and libfabric, and warn if NCCL would not use EFA."""
+    """Show EFA devices and the NCCL and libfabric settings, and warn if NCCL would not use EFA."""
     devices = _efa_devices(context)
     names = sorted(name for name in context.env if name.startswith(("NCCL_", "FI_")))
     settings = [f"{name}={shown(name, context.env[name])}" for name in names]
-    found = f"{listed(devices) or 'no EFA device'}; {', '.join(settings) or 'no settings of NCCL and libfabric'}"
+    found = f"{listed(devices) or 'no EFA device'}; {', '.join(settings) or 'no NCCL or libfabric settings'}"
     if devices and not _has_network_plugin(context):
         yield warning(
             "EFA and NCCL",
@@ -80,7 +80,7 @@ def fabric(context: Context) -> Iterator[Result]:
 
 
 def _expected(context: Context) -> tuple[int, str]:
-    """Return the expected number of GPUs, and a clause that names its source."""
+    """Return the expected number of GPUs, and a clause that says where this number comes from."""
     files = sum(1 for path in context.dev.glob("nvidia[0-9]*") if path.name[6:].isdecimal())
     job = context.job
     if job is None or not context.has_own_machine:  # the emulator's instance types say nothing about devices
@@ -93,7 +93,7 @@ def _expected(context: Context) -> tuple[int, str]:
 
 
 def _efa_devices(context: Context) -> list[str]:
-    """Return the names of the RDMA devices that Amazon made."""
+    """Return the names of the RDMA devices made by Amazon."""
     vendors = sorted(context.sys.glob("class/infiniband/*/device/vendor"))
     return [file.parents[1].name for file in vendors if file.read_text(encoding="ascii").strip() == _AMAZON_VENDOR]
 

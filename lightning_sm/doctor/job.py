@@ -46,7 +46,7 @@ def facts(context: Context) -> Iterator[Result]:
 
 
 def variables(context: Context) -> Iterator[Result]:
-    """Read every setting, and find misspelled settings, which nothing reads."""
+    """Read every setting, and warn of misspelled ones, which nothing reads."""
     for setting in SETTINGS:
         try:
             setting.read(context.env)
@@ -60,7 +60,7 @@ def variables(context: Context) -> Iterator[Result]:
 
 
 def other_hosts(context: Context) -> Iterator[Result]:
-    """Resolve the names of the job's other hosts, and connect to them; a refusal also proves that packets arrive."""
+    """Resolve the other hosts' names, and connect to them; even a refused connection proves that packets arrive."""
     job, topology = context.job, context.topology
     if job is None or topology is None or len(job.hosts) == 1:
         return

@@ -76,6 +76,6 @@ def signals(context: Context) -> Iterator[Result]:
 
 
 def versions(_context: Context) -> Iterator[Result]:
-    """Show the versions of Python and important packages, from their metadata, since torch takes seconds to import."""
+    """Show the versions of Python and important packages, from metadata, because importing torch takes seconds."""
     found = [f"{name} {version}" for name in _PACKAGES if (version := installed_version(name))]
     yield ok("versions", ", ".join([f"Python {platform.python_version()}", *found]))

@@ -1,5 +1,5 @@
-"""The emulator, ``lightning-sm local``: a SageMaker cluster on this machine, whose hosts are processes or containers.
+"""The emulator, ``lightning-sm local``: a SageMaker cluster on this machine, with processes or containers as hosts.
 
-SageMaker's local mode has no instance groups. Here, every host has its own ``/opt/ml``, its own address and
-the files that the service would write, and it runs the container's entry point.
+SageMaker's local mode has no instance groups. Here, each host has its own ``/opt/ml`` and address, finds
+the files that the service would write, and runs the container's entry point.
 """

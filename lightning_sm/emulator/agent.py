@@ -17,20 +17,20 @@ _Content = tuple[int, int, int]
 
 
 class UploadAgent:
-    """A thread that uploads the changed files of a folder until ``stop``.
+    """A thread that uploads the changed files of a folder until ``stop`` is called.
 
-    As far as is known, SageMaker's agent does the same: it puts an empty ``<file>.sagemaker-uploading`` beside a
-    changed file, copies the whole file, and then renames the marker to ``<file>.sagemaker-uploaded``. A file that
+    Like SageMaker's agent, as far as is known, it puts an empty ``<file>.sagemaker-uploading`` beside a changed
+    file, copies the whole file, and then renames the marker to ``<file>.sagemaker-uploaded``. A file that
     is removed from the folder is also removed from S3.
 
     Args:
-        folder: The host's checkpoint folder, after ``download``.
-        bucket: The folder that stands for S3.
+        folder: The host's checkpoint folder, filled by ``download``.
+        bucket: The folder that stands in for S3.
         host: Name of the host.
         delay_s: How long the upload of a file takes, in seconds.
 
     Attributes:
-        lost: Files whose last content was not uploaded when the agent stopped, relative to the folder.
+        lost: Files whose latest content had not been uploaded when the agent stopped, relative to the folder.
         error: The error that stopped the agent, if any.
     """
 
@@ -52,7 +52,7 @@ class UploadAgent:
         """Stop at once, even in the middle of a file.
 
         Args:
-            is_over: Whether the job is over. If so, upload the rest without a delay.
+            is_over: Whether the job is over. If so, upload the remaining files without a delay before returning.
         """
         self._stopped.set()
         self._thread.join()
@@ -98,7 +98,7 @@ class UploadAgent:
                     marker_of(file, UPLOADING).replace(marker_of(file, UPLOADED))
 
     def _copy(self, file: Path) -> bool:
-        """Copy a file as a whole; return False if the agent was stopped meanwhile."""
+        """Copy a whole file; return False if the agent is stopped in the meantime."""
         with file.open("rb") as source, self._incomplete.open("wb") as copy:
             while chunk := source.read(_CHUNK_BYTES):
                 if self._stopped.is_set():
@@ -121,10 +121,10 @@ class UploadAgent:
 
 
 def download(bucket: Path, folder: Path) -> None:
-    """Copy all files to a host before it starts; as on the service, the copies have new modification times.
+    """Copy all checkpoint files to a host before it starts; as on the service, the copies have new modification times.
 
     Args:
-        bucket: The folder that stands for S3.
+        bucket: The folder that stands in for S3.
         folder: The host's checkpoint folder, which is created.
 
     Raises:

@@ -1,4 +1,4 @@
-"""One attempt of an emulated job, which starts the hosts, injects faults, and leaves no process behind."""
+"""One attempt of an emulated job: it starts the hosts, injects faults, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class AttemptOutcome:
 
 @dataclass
 class _Interruption:
-    """A fault that ends the attempt, the times (``time.monotonic``) of SIGTERM and SIGKILL, and the killed hosts."""
+    """A fault that ends the attempt, its SIGTERM and SIGKILL times (``time.monotonic``), and the killed hosts."""
 
     fault: Fault
     sigterms: list[tuple[float, EmulatedHost]]
@@ -62,12 +62,12 @@ class _Interruption:
 
 
 class Attempt:
-    """One attempt.
+    """One attempt to run an emulated job.
 
     Args:
         cluster: The hosts.
         command: Training script and its arguments.
-        output: Receives the lines of the hosts.
+        output: Receives the hosts' output.
         signals: The number and time of each signal that asked this process to stop.
         plan: The faults that have not happened yet.
 
@@ -122,14 +122,14 @@ class Attempt:
             self._say_lost()
 
     def _read_rest(self) -> None:
-        """Read the rest of the hosts' output, however busy this machine is."""
+        """Read the rest of the hosts' output, which may take a while on a busy machine."""
         for host in self.hosts:
             host.waiter.join(timeout=_GRACE_S)
         deadline = time.monotonic() + _OUTPUT_S
         for host in self.hosts:
             if not host.read_rest(max(0.0, deadline - time.monotonic())):
                 self._output.say(
-                    f"The end of the output of {host.host.name} is missing here and in its log.txt: it could not be "
+                    f"The end of {host.host.name}'s output is missing here and in its log.txt: it could not be "
                     f"copied within {_OUTPUT_S:g} s."
                 )
 
@@ -169,7 +169,7 @@ class Attempt:
             self._plan.done(fault)
 
     def _read_position(self) -> None:
-        """Read rank 0's step and epoch at the end of its last batch; the values are kept after rank 0 has exited."""
+        """Read rank 0's step and epoch at the end of its last batch; the values remain after rank 0 has exited."""
         beats = ControlFolder(self._cluster.main_host.control_dir).beats()
         trained = [beat for beat in beats if beat.rank == 0 and beat.trained_epoch]
         if trained:
@@ -177,7 +177,7 @@ class Attempt:
             self._position = (latest.step, latest.trained_epoch)
 
     def _injection(self, fault: Fault, targets: list[EmulatedHost]) -> Callable[[], object] | None:
-        """Return a function that injects a fault; None if the fault is not possible, or not yet."""
+        """Return a function that injects a fault, or None if it cannot be injected now."""
         target = targets[0]
         match fault.kind:
             case Kind.KILL:
@@ -202,7 +202,7 @@ class Attempt:
             self._thaws.append((time.monotonic() + fault.seconds, target))
 
     def _interrupt(self, fault: Fault, targets: list[EmulatedHost]) -> None:
-        """Schedule SIGTERM and SIGKILL."""
+        """Schedule the SIGTERM and SIGKILL signals of a fault that ends the attempt."""
         now = time.monotonic()
         if fault.kind is Kind.RESTART:
             self._interruption = _Interruption(fault, [], dict.fromkeys(self._running(), now))
@@ -258,7 +258,7 @@ class Attempt:
         return AttemptOutcome((failed.exit_code if failed else 0) or 0, resumes=interruption.fault.kind in RESUMED)
 
     def _judged(self, interruption: _Interruption) -> AttemptOutcome | None:
-        """Let the first host that exits with an error decide the outcome, if only one host was interrupted.
+        """If only one host was interrupted, let the first host that exits with an error decide the outcome.
 
         If the service did not stop that host, the job has failed, and there is no further attempt. Otherwise, the
         service stops the other hosts.
@@ -281,7 +281,7 @@ class Attempt:
         return None
 
     def _say_lost(self) -> None:
-        """Print the checkpoint files that later attempts will not find."""
+        """Print which checkpoint files later attempts will not find."""
         for host in self.hosts:
             if host.agent is not None and host.agent.error is not None:
                 self._output.say(f"The checkpoints of {host.host.name} were not uploaded: {host.agent.error}.")
@@ -317,7 +317,7 @@ class Attempt:
         self._changed.clear()
 
     def _stop(self) -> None:
-        """Send SIGTERM, then wait a few seconds or until a second signal arrives; ``run`` kills what remains."""
+        """Send SIGTERM, and wait until hosts exit, time is up or a second signal arrives; ``run`` kills the rest."""
         running = self._running()
         for host in running:
             host.terminate()

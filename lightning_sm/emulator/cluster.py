@@ -25,10 +25,10 @@ from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import CONTROL_DIR, DEVICES, MAIN_PORT
 
 _PROCESSES = ProcessRuntime()
-# Loopback addresses from 127.0.0.2.
+# The number of loopback addresses from 127.0.0.2 to 127.0.0.254.
 _MAX_HOSTS = 253
-# A job's ports are derived from its name, out of 10000 ports. If this many names have no free ports, something else is
-# wrong.
+# A job's ports are derived from its name, which selects one of 10000 ports. If this many names have no free ports,
+# something else is wrong.
 _NAME_ATTEMPTS = 50
 _CHANNEL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # API_Channel
 _CHANNEL_CONFIG = {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
@@ -46,14 +46,14 @@ class LocalCluster:
         runtime: The system that runs the hosts.
         name: Name of the job.
         job_dir: Folder of the job, with one folder per host.
-        bucket: The folder that stands for the checkpoints' address in S3, or None.
-        attempt: Number of the current attempt, from 1.
-        hosts: The hosts, in the order of their numbers.
-        main_host: The host of rank 0.
+        bucket: The folder that stands in for the checkpoints' location in S3, or None.
+        attempt: Number of the current attempt, counted from 1.
+        hosts: The hosts, in numerical order.
+        main_host: The host that runs rank 0.
         keep: Whether to keep the folders on exit.
 
     Raises:
-        JobConfigError: A group, a channel or a value is wrong.
+        JobConfigError: A group, a channel or a value is invalid.
         TopologyError: The groups contradict each other, or no group trains.
         HyperparameterError: A hyperparameter has a value that the service cannot pass on.
         OutputDirectoryError: A folder cannot be created.
@@ -70,7 +70,7 @@ class LocalCluster:
         self._hyperparameters = encode(spec.hyperparameters)
         self._shared = runtime.shared_environment(spec)
         groups = deal_hosts(spec.groups, spec.host_names, random.Random(spec.seed))  # noqa: S311 - no secret
-        # Leave out --devices, which the service does not have, to reject hosts with unequal GPUs as the service would.
+        # Leave out --devices, which the service lacks, so that hosts with unequal GPUs are rejected as on the service.
         self._stated = {**self._shared, DEVICES.name: spec.environment.get(DEVICES.name, "")}
         self.name, topology, self._held = _name_with_ports(runtime, groups, self._stated)
         base_dir = base_dir.expanduser().absolute()
@@ -98,13 +98,13 @@ class LocalCluster:
         self._held.close()
 
     def remove(self) -> None:
-        """Remove the folder of the job."""
+        """Remove the job's folder."""
         shutil.rmtree(self.job_dir, ignore_errors=True)
 
     def next_attempt(self) -> None:
-        """Reassign the hosts to groups at random, with empty folders at the same paths; only checkpoints remain.
+        """Reassign the hosts to groups at random, and give them empty folders at the same paths; keep only checkpoints.
 
-        The last attempt's folders are moved away, so that paths stored in a checkpoint do not exist, as on the service.
+        The old folders are moved aside, so that paths stored in a checkpoint no longer exist, as on the service.
 
         Raises:
             OutputDirectoryError: A folder cannot be created.
@@ -121,9 +121,9 @@ class LocalCluster:
             raise OutputDirectoryError(f"{error.filename}: cannot be written ({error.strerror}).") from error
 
     def draw(self, purpose: str) -> random.Random:
-        """Return a random generator for one purpose in this attempt, reproducible with the seed."""
+        """Return a random number generator for one purpose in this attempt, reproducible if the job has a seed."""
         seed = self._spec.seed
-        # Use a text as the seed, because similar numbers give similar first draws.
+        # Seed it with a string, because similar integers give similar first values.
         return random.Random(None if seed is None else f"{seed} {self.attempt} {purpose}")  # noqa: S311 - no secret
 
     def _make_hosts(self, groups: Sequence[InstanceGroup], topology: Topology) -> None:
@@ -197,9 +197,7 @@ def _name_with_ports(
             if shared.get(MAIN_PORT.name):  # the port does not depend on the name, so another name cannot help
                 raise
             last = error
-    raise PortInUseError(
-        f"Tried {_NAME_ATTEMPTS} job names, none of which has free ports. Last error: {last}"
-    ) from last
+    raise PortInUseError(f"Tried {_NAME_ATTEMPTS} job names, but none had free ports. Last error: {last}") from last
 
 
 def _topology(groups: Sequence[InstanceGroup], shared: Mapping[str, str], name: str) -> Topology:

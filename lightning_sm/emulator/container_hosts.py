@@ -1,4 +1,4 @@
-"""Emulated hosts as containers of an image, as on the service, in one network and with separate files."""
+"""Emulated hosts that run as containers of an image, as on the service, in one network and with separate files."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from lightning_sm.errors import ContainerError, ScriptError
 from lightning_sm.job.variables import HOST_FOLDER
 
 _ML = "/opt/ml"
-# The subfolders to mount in a container. /opt/ml as a whole would hide the image's code.
+# The subfolders to mount in a container. Mounting /opt/ml as a whole would hide the image's code.
 _FOLDERS = ("input", "model", "output", CONTROL, CHECKPOINTS)
 # Where containers see the code folder that is passed to the runtime.
 CODE_DIR = f"{_ML}/code"
 _LAUNCHER = "lightning-sm"
-# A user unknown to the image has neither a home nor a name, but PyTorch and Matplotlib ask for both.
+# A user unknown to the image has neither a home folder nor a name, but PyTorch and Matplotlib look up both.
 _USER_VARIABLES = {"HOME": "/tmp", "USER": "user", "LOGNAME": "user"}  # noqa: S108 - in the container
-# Time for Docker's client to exit after its container.
+# Time limit for Docker's client to exit after its container.
 _KILL_S = 30.0
 
 
@@ -50,10 +50,10 @@ class ContainerHost(EmulatedHost):
     """A host that is a container; see ``EmulatedHost``.
 
     Args:
-        container: Name of the container, which exists.
-        host: The host.
-        output: Receives the host's lines.
-        changed: Set when the container has exited.
+        container: Name of an existing container.
+        host: The host to start.
+        output: Receives the host's output.
+        changed: Event to set when the container has exited.
     """
 
     def __init__(self, container: str, host: LocalHost, output: Output, changed: threading.Event) -> None:
@@ -68,7 +68,7 @@ class ContainerHost(EmulatedHost):
         return self._is_killed
 
     def listens(self) -> bool:
-        """Return whether process 1 has a handler for SIGTERM, or blocks it; see ``EmulatedHost``."""
+        """Return whether process 1 handles or blocks SIGTERM; see ``EmulatedHost``."""
         if self._is_frozen:  # Docker cannot run a command in a paused container
             return True
         if not self._is_started():
@@ -81,7 +81,7 @@ class ContainerHost(EmulatedHost):
         return any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
     def terminate(self) -> None:
-        """Send SIGTERM to process 1 as soon as it is not frozen; kill a container that does not yet listen for it."""
+        """Send SIGTERM to process 1 once it is no longer frozen; kill a container that does not listen for it yet."""
         if self._is_frozen:  # a signal from Docker would resume the container
             self._is_told = True
         elif not (self.listens() and tell(self._container, "kill", "--signal", "TERM")) and self.exit_code is None:
@@ -122,12 +122,12 @@ class ContainerHost(EmulatedHost):
 
 
 class ContainerRuntime(HostRuntime):
-    """The hosts of a job as containers of an image.
+    """Runs a job's hosts as containers of an image.
 
     Args:
-        image: Name of the image, which Docker has on this machine.
+        image: Name of an image that Docker has on this machine.
         code: The folder that the containers see as ``/opt/ml/code``; None to keep the image's folder.
-        copies_code: Whether each host gets a copy of that folder, as on the service.
+        copies_code: Whether each host gets its own copy of that folder, as on the service.
 
     Raises:
         ContainerError: Docker is missing, or does not have the image.
@@ -140,7 +140,7 @@ class ContainerRuntime(HostRuntime):
         self._code = code
         self._copies_code = copies_code
         self._entry_point = entry_point(image)
-        # On Linux, files from a container's root belong to root, and another user's agent could not upload checkpoints.
+        # On Linux, files that root creates in a container belong to root, so a non-root agent could not upload them.
         is_foreign = os.getuid() != 0 and not maps_root()
         self._user = ["--user", f"{os.getuid()}:{os.getgid()}"] if is_foreign else []
 
@@ -148,7 +148,7 @@ class ContainerRuntime(HostRuntime):
         """Reject a script outside the code folder, or any script if the image's entry point accepts none.
 
         Raises:
-            ScriptError: The script cannot be read or parsed, or is elsewhere.
+            ScriptError: The entry point accepts no script, or the script is invalid or outside the code folder.
         """
         if not command:
             return
@@ -201,7 +201,7 @@ class ContainerRuntime(HostRuntime):
         remove_containers(job_dir.name)
 
     def start(self, host: LocalHost, command: Sequence[str], output: Output, changed: threading.Event) -> ContainerHost:
-        """Create the container of a host and start it; see ``HostRuntime``."""
+        """Create a host's container and start it; see ``HostRuntime``."""
         job = host.env["TRAINING_JOB_NAME"]
         container = _container_name(job, host.name)
         options = ["--name", container, "--hostname", host.name, *label(job), *self._user]
@@ -232,7 +232,7 @@ def _variables(env: Mapping[str, str]) -> Iterator[tuple[list[str], dict[str, st
     Yields:
         Options for ``docker create``, and the environment variables that Docker's client needs for these options.
     """
-    # The file has one variable per line. Pass values with several lines through the client's environment.
+    # The file holds one variable per line, so pass multi-line values through the client's environment.
     several_lines = {name: value for name, value in env.items() if "\n" in value}
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:  # only this user can read it
         file.writelines(f"{name}={value}\n" for name, value in env.items() if name not in several_lines)
@@ -245,5 +245,5 @@ def _container_name(job: str, host: str) -> str:
 
 
 def _client_environment(host: LocalHost) -> dict[str, str]:
-    """Return an environment for Docker's client by which the guard can find the client."""
+    """Return an environment for Docker's client that lets the guard find the client."""
     return {**os.environ, HOST_FOLDER.name: str(host.folder)}

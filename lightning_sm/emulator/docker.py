@@ -1,4 +1,4 @@
-"""The containers and the network of an emulated job, controlled by Docker's command line."""
+"""The containers and the network of an emulated job, controlled through Docker's command line."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def docker_program() -> str:
     program = shutil.which("docker")
     if program is None:
         raise ContainerError(
-            "This needs Docker, but its command docker is not on PATH. lightning-sm local without --image needs none."
+            "This needs Docker, but the docker command is not on PATH. lightning-sm local needs it only for --image."
         )
     return program
 
 
 def docker(*arguments: str, env: Mapping[str, str] | None = None, text: str = "") -> str:
-    """Run a command of Docker's client, and return its output.
+    """Run a command with Docker's client, and return its output.
 
     Args:
         arguments: The command and its arguments.
-        env: Environment variables of the client. Defaults to this process's environment.
+        env: Environment variables for the client. Defaults to this process's environment.
         text: Input that the client reads from stdin.
 
     Raises:
@@ -68,8 +68,8 @@ def tell(container: str, *command: str, then: Sequence[str] = ()) -> bool:
 
     Args:
         container: Name of the container.
-        command: The command and its options, before the name.
-        then: Arguments after the name.
+        command: The Docker command and its options, which precede the name.
+        then: Arguments that follow the name.
 
     Raises:
         ContainerError: Docker is missing, refuses the command for another reason, or does not answer.
@@ -130,9 +130,9 @@ def bind(source: os.PathLike[str], target: str, *, read_only: bool = False) -> l
 
 
 def maps_root() -> bool:
-    """Return whether files created by a container's root belong to this user.
+    """Return whether files that root creates in a container belong to this user.
 
-    They do with a rootless engine, or one in a virtual machine that shares folders with this system.
+    They do if the engine is rootless, or runs in a virtual machine that shares folders with this system.
     """
     if not CONTAINERS_SHARE_KERNEL:
         return True

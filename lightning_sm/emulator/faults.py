@@ -1,4 +1,4 @@
-"""The faults to inject: the syntax of ``--fault``, the checks of its values, and when a fault is due. No I/O."""
+"""The faults to inject: the syntax of ``--fault``, the validation of its values, and when a fault is due. No I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ faults (--fault, repeatable; each is injected once, in the first attempt that re
   hang:HOST[,for=SECONDS]@WHEN        SIGSTOP to all processes of the host; SIGCONT after SECONDS, if given
   interrupt[:HOST]@WHEN[,skew=SECONDS]
                                       spot interruption: SIGTERM to the launcher of every host (or of one host), in
-                                      random order and SECONDS apart; after --grace-s SIGKILL to all remaining
+                                      random order, SECONDS apart; after --grace-s SIGKILL to all remaining
                                       processes; then the next attempt
   stop@WHEN[,skew=SECONDS]            StopTrainingJob: like interrupt, but without another attempt
   restart@WHEN                        SIGKILL to everything, then the next attempt, as after a hardware failure
@@ -27,9 +27,9 @@ faults (--fault, repeatable; each is injected once, in the first attempt that re
   WHEN is one of
     step=N          after N global steps
     epoch=N         after the first step of epoch N (epochs count from 1, as in the progress lines)
-    after=SECONDS   since the start of the attempt
+    after=SECONDS   SECONDS after the start of the attempt
     start           as soon as the process runs; for SIGTERM, as soon as the launchers can handle it
-  SageMakerCLI and SageMakerTrainer report ranks and steps. Any other Trainer does so with the callback Heartbeat from
+  SageMakerCLI and SageMakerTrainer report ranks and steps. Any other Trainer does so with the Heartbeat callback from
   lightning_sm.training.callbacks.heartbeat.
   The next attempt keeps the job's name, hyperparameters and checkpoint folder (without --checkpoints, one in the
   job's folder). All other folders are empty, and hosts are reassigned to groups at random.
@@ -72,11 +72,11 @@ _WHENS = "WHEN is start, step=N, epoch=N (N from 1) or after=SECONDS"
 
 @dataclass(frozen=True)
 class Moment:
-    """The progress of an attempt.
+    """A point in the progress of an attempt.
 
     Attributes:
         seconds: Seconds since the attempt began.
-        step: Global steps done; 0 before the first report.
+        step: Global steps completed; 0 before the first report.
         epoch: Epoch of the last step, counted from 1; 0 before the first report.
     """
 
@@ -91,14 +91,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """One fault to inject.
 
     Attributes:
         text: The text that the user wrote.
         kind: Its kind.
         host: Name of a host, or its position in a group; None for all hosts.
-        local_rank: The local rank of the training process.
-        not_before: The fault is due when the attempt has reached all three numbers of this moment.
+        local_rank: The local rank of the training process to kill.
+        not_before: The fault is due once the attempt has reached all three values of this moment.
         at_start: Whether the fault is due as soon as its target runs.
         seconds: The value of ``for`` or ``skew``, or the delay of ``late``; None if not given.
     """
@@ -112,7 +112,7 @@ class Fault:
     seconds: float | None = None
 
     def is_due(self, moment: Moment) -> bool:
-        """Return whether the attempt has reached the moment of the fault."""
+        """Return whether the fault is due at this moment of the attempt."""
         return (
             moment.seconds >= self.not_before.seconds
             and moment.step >= self.not_before.step
@@ -134,7 +134,7 @@ class FaultSettings:
 
     @property
     def num_attempts(self) -> int:
-        """The number of attempts if each fault happens."""
+        """The number of attempts if every fault is injected."""
         return 1 + sum(fault.kind in RESUMED for fault in self.faults)
 
     @property
@@ -183,8 +183,8 @@ def check(settings: FaultSettings, sizes: Mapping[str, int], devices: int) -> No
 
     Args:
         settings: The faults.
-        sizes: Number of hosts by group.
-        devices: Processes on each trainer host.
+        sizes: Number of hosts in each group.
+        devices: Number of processes on each trainer host.
 
     Raises:
         JobConfigError: A host or a local rank does not exist, or a number is out of range.
@@ -206,11 +206,11 @@ def check(settings: FaultSettings, sizes: Mapping[str, int], devices: int) -> No
 
 
 def host_name(host: str, members: Mapping[str, Sequence[str]]) -> str:
-    """Return the name of a host.
+    """Return the name of a host that may be given by its position.
 
     Args:
-        host: Name of the host, or its position in a group. In a group called ``algo``, the name takes precedence.
-        members: Names of hosts by group, in any order.
+        host: Name of the host, or its position in a group. If a group is called ``algo``, names take precedence.
+        members: Names of the hosts in each group, in any order.
     """
     if any(host in names for names in members.values()):
         return host
@@ -220,11 +220,11 @@ def host_name(host: str, members: Mapping[str, Sequence[str]]) -> str:
 
 
 class FaultPlan:
-    """The faults that have not happened yet, over all attempts.
+    """The faults that are still to be injected, across all attempts.
 
     Attributes:
         settings: The faults of the job.
-        pending: The faults that have not happened yet, in the order of the command line.
+        pending: The faults that have not been injected yet, in the order of the command line.
     """
 
     def __init__(self, settings: FaultSettings) -> None:
@@ -232,12 +232,12 @@ class FaultPlan:
         self.pending = list(settings.faults)
 
     def due(self, moment: Moment) -> list[Fault]:
-        """Return the faults that are due. They stay pending until ``done``, because their target may not run yet."""
+        """Return the faults that are due. They stay pending until ``done``: their target may not be running yet."""
         # Late starts are handled by ``take_late``.
         return [fault for fault in self.pending if fault.kind is not Kind.LATE and fault.is_due(moment)]
 
     def done(self, fault: Fault) -> None:
-        """Remove a fault that happens now."""
+        """Remove a fault that has been injected."""
         # Compare by identity: the same fault may be given twice, for two attempts.
         self.pending = [other for other in self.pending if other is not fault]
 

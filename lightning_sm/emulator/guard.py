@@ -13,13 +13,13 @@ import psutil
 from lightning_sm.emulator.docker import remove_job
 from lightning_sm.emulator.processes import processes_below, signal_process
 
-# Seconds between two checks for processes that are still alive after SIGKILL.
+# Interval in seconds between checks for processes that are still alive after SIGKILL.
 _POLL_S = 1.0
 
 
 @contextmanager
 def guarded(job_dir: Path, *, containers_of: str | None = None) -> Iterator[None]:
-    """Run the guard of a job.
+    """Run a job's guard until the context exits.
 
     Args:
         job_dir: Folder of the job, with one folder per host.
@@ -40,8 +40,8 @@ def guarded(job_dir: Path, *, containers_of: str | None = None) -> Iterator[None
 
 def main() -> None:
     """Wait until the emulator has exited, then kill all processes of its hosts, and remove its containers."""
-    # The other end of this pipe is held by the emulator, and by each forked host until it executes its program. At end
-    # of file, every host therefore has the environment variable that identifies it.
+    # The emulator holds the other end of this pipe, and so does each forked host until it executes its program. At
+    # end of file, every host therefore has the environment variable that identifies it.
     sys.stdin.buffer.read()
     while left := processes_below(Path(sys.argv[1])):
         for process in left:

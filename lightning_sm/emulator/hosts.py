@@ -1,4 +1,4 @@
-"""The interface of a running host, and of the system that runs it: processes of this machine, or containers."""
+"""The interfaces of a running host, and of the system that runs it: processes on this machine, or containers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class EmulatedHost(ABC):
     """One running host, with threads that read its output and wait until it exits.
 
     Args:
-        host: The host.
-        command: Starts a local process that has the host's output and exit code.
+        host: The host to start.
+        command: Command of a local process that has the host's output and exit code.
         env: The environment of that local process.
-        output: Receives the host's lines.
-        changed: Set when the host has exited.
+        output: Receives the host's output.
+        changed: Event to set when the host has exited.
 
     Attributes:
-        host: The host.
+        host: The host's description.
         agent: Uploads the host's checkpoints while it runs, or None.
         process: The local process that has the host's exit code.
-        ended_at: When the host exited, by ``time.monotonic``; None while it runs.
+        ended_at: When the host exited, as returned by ``time.monotonic``; None while it runs.
         interrupted_at: When the launcher received the SIGTERM of an interruption, or None.
         waiter: The thread that waits until the host exits.
     """
@@ -60,7 +60,7 @@ class EmulatedHost(ABC):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # let Ctrl-C reach only the emulator, which stops hosts in order
+            start_new_session=True,  # let Ctrl-C reach only the emulator, which then stops the hosts
         )
         self.ended_at: float | None = None
         self.interrupted_at: float | None = None
@@ -81,7 +81,7 @@ class EmulatedHost(ABC):
 
     @property
     def seconds(self) -> float:
-        """Duration of the host's run, in seconds."""
+        """How long the host has run, in seconds."""
         return (self.ended_at or time.monotonic()) - self._started_at
 
     @property
@@ -107,7 +107,7 @@ class EmulatedHost(ABC):
         """Copy the rest of the host's output, after all of its processes have exited.
 
         Args:
-            timeout_s: Time limit, needed because the reader of the emulator's output may be slow.
+            timeout_s: Time limit in seconds, because the reader of the emulator's output may be slow.
 
         Returns:
             Whether everything was copied in time.
@@ -118,7 +118,7 @@ class EmulatedHost(ABC):
 
     @abstractmethod
     def listens(self) -> bool:
-        """Return whether the launcher would receive SIGTERM as process 1 of a container, as on the service.
+        """Return whether SIGTERM would reach the launcher as process 1 of a container, which it is on the service.
 
         The kernel drops signals for which process 1 has no handler ("man 7 pid_namespaces"). If the handlers are
         unknown, the result is True.
@@ -130,7 +130,7 @@ class EmulatedHost(ABC):
 
     @abstractmethod
     def freeze(self) -> None:
-        """Stop all processes of the host, so that none sees another die."""
+        """Suspend all processes of the host, so that none sees another die."""
 
     @abstractmethod
     def thaw(self) -> None:
@@ -146,7 +146,7 @@ class EmulatedHost(ABC):
 
     @abstractmethod
     def kill_process(self, pid: int) -> None:
-        """Send SIGKILL to the process that has this id on the host, unless the process has exited."""
+        """Send SIGKILL to the process with this id on the host, unless it has exited."""
 
     def pid_of_rank(self, local_rank: int) -> int | None:
         """Return the process id of a local rank from its heartbeat, or None if it has not reported yet.
@@ -164,11 +164,11 @@ class EmulatedHost(ABC):
         """Whether a signal killed the launcher."""
 
     def _wait(self) -> None:
-        # One thread per host makes the exit times exact: if several hosts fail, the first one to exit has the cause.
+        # One thread per host makes the exit times exact: if several hosts fail, the first one to exit is the cause.
         self.process.wait()
         self.ended_at = time.monotonic()
         if self.agent is not None:
-            # It is not documented whether the service still uploads after the containers of an interrupted job exit.
+            # It is not documented whether the service uploads more after an interrupted job's containers have exited.
             self.agent.stop(is_over=self.interrupted_at is None and not self.was_killed)
         self._changed.set()
 
@@ -177,7 +177,7 @@ class HostRuntime(ABC):
     """The system that runs the hosts of an emulated job.
 
     Attributes:
-        interface: The network interface of the hosts.
+        interface: Name of the hosts' network interface.
     """
 
     interface: ClassVar[str]
@@ -187,7 +187,7 @@ class HostRuntime(ABC):
         """Reject a training script that the hosts cannot run.
 
         Raises:
-            LightningSMError: There is a problem; nothing was started.
+            LightningSMError: The hosts cannot run it; nothing was started.
         """
 
     @abstractmethod
@@ -205,7 +205,7 @@ class HostRuntime(ABC):
 
     @abstractmethod
     def base_dir(self, folder: Path) -> Path:
-        """Return the path at which a host sees its folder: ``/opt/ml``, or its substitute."""
+        """Return the path at which a host sees its folder: ``/opt/ml``, or a substitute for it."""
 
     @abstractmethod
     def add_channel(self, path: Path, source: Path) -> None:
@@ -213,7 +213,7 @@ class HostRuntime(ABC):
 
         Args:
             path: Path of the channel in the host's folder.
-            source: The folder with the data.
+            source: The folder with the channel's data.
         """
 
     def reserve(self, topology: Topology) -> ExitStack:
@@ -227,12 +227,12 @@ class HostRuntime(ABC):
         return ExitStack()
 
     def shared_disk_reason(self) -> str:
-        """Return why hosts can read each other's folders on this system; empty if they cannot."""
+        """Return why hosts can read each other's folders on this system, or an empty string if they cannot."""
         return ""
 
     @abstractmethod
     def running(self, job_dir: Path) -> AbstractContextManager[object]:
-        """Return a context in which to run a job; no part of the job outlives the context or this process.
+        """Return a context manager for running a job; no part of the job outlives the context or this process.
 
         Args:
             job_dir: Folder of the job, named after the job.
@@ -252,15 +252,15 @@ class HostRuntime(ABC):
         """Start a host.
 
         Args:
-            host: The host.
+            host: The host to start.
             command: Training script and its arguments.
-            output: Receives the host's lines.
-            changed: Set when the host has exited.
+            output: Receives the host's output.
+            changed: Event to set when the host has exited.
         """
 
 
 def default_variables(spec: ClusterSpec) -> dict[str, str]:
-    """Return variables that users may set differently on this machine."""
+    """Return the defaults of variables that users may override."""
     num_processes = len(spec.host_names) * (spec.devices or 1)
     return {
         "AWS_REGION": "us-east-1",
@@ -270,10 +270,10 @@ def default_variables(spec: ClusterSpec) -> dict[str, str]:
 
 
 def job_settings(spec: ClusterSpec) -> dict[str, str]:
-    """Return the settings that the emulator gives to all hosts of a job, with a new secret."""
+    """Return the settings that the emulator passes to all hosts of a job, including a new secret."""
     return {
         **({} if spec.devices is None else {DEVICES.name: str(spec.devices)}),
         **new_secret(),
-        # These two affect only reports about the job.
+        # These two affect only the job's reports.
         **{setting.name: os.environ[setting.name] for setting in (REPORT_S, PRICES) if setting.name in os.environ},
     }

@@ -27,11 +27,11 @@ examples:
     lightning-sm local --group trainer=2 -- app/train.py fit --config app/configs/digits.yaml
   two trainer hosts, one data host, and an input channel:
     lightning-sm local --group trainer=2 --group data=1 --channel training=./data -- app/train.py fit
-  hyperparameters from a file, passed on as SageMaker does:
+  hyperparameters from a file, passed to the script as SageMaker would:
     lightning-sm local --hyperparameters hyperparameters.yaml -- app/train.py
   a spot interruption after 20 steps, and a second attempt that resumes from the checkpoint:
     lightning-sm local --group trainer=2 --fault interrupt@step=20,skew=0.5 -- app/train.py fit
-  the same in containers of an image, each host with the packages and the system of the image:
+  two trainer hosts as containers, with the packages and operating system of an image:
     lightning-sm local --image lightning-sm --group trainer=2 -- app/train.py fit
 
 {faults.HELP}"""
@@ -40,7 +40,7 @@ _GROUP = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)=(?P<count>\d{1,4})(?:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the emulator to the parser of the subcommand."""
+    """Add the emulator's options to the subcommand's parser."""
     parser.add_argument(
         "--group",
         action="append",
@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--image",
-        help="run each host as a container of this image, which Docker has on this machine; without a script, the "
-        "image's own",
+        help="run each host as a container of this local Docker image; without SCRIPT, the hosts run the "
+        "image's own script",
     )
     parser.add_argument("--devices", type=int, default=1, help="processes per trainer host (default: 1)")
     parser.add_argument("--hyperparameters", metavar="FILE", help="JSON or YAML file with the job's hyperparameters")
@@ -65,14 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoints",
         metavar="DIR",
-        help="folder that stands for the checkpoints' address in S3 (default: none): each host starts with a copy, and "
-        "an agent uploads what changes there",
+        help="folder that stands in for the checkpoints' location in S3 (default: none); each host starts with a copy, "
+        "and an agent uploads changed files",
     )
     parser.add_argument(
         "--upload-delay",
         type=float,
         metavar="SECONDS",
-        help="how long the upload of a checkpoint's file takes (default: 0)",
+        help="how long the upload of a checkpoint file takes (default: 0)",
     )
     parser.add_argument("--fault", action="append", default=[], help="inject a fault, repeatable; see below")
     parser.add_argument(
@@ -85,11 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base-dir",
         metavar="DIR",
-        help=f"parent folder of the runs' folders (default: a temporary folder that keeps the last {MAX_RUNS} runs)",
+        help=f"parent folder of the run folders (default: a temporary folder that keeps the last {MAX_RUNS} runs)",
     )
-    parser.add_argument("--seed", type=int, help="seed of the random assignment of hosts to groups")
+    parser.add_argument("--seed", type=int, help="seed for the random assignment of hosts to groups")
     parser.add_argument(
-        "--discard", action="store_true", help="delete the folders of a run that succeeds, the model included"
+        "--discard", action="store_true", help="delete the folders of a run that succeeds, including the model"
     )
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT [ARGS]", help="training script and its arguments"
@@ -117,7 +117,7 @@ def main(options: argparse.Namespace) -> int:
     """Emulate the job that the options describe, and return its exit code.
 
     Raises:
-        LightningSMError: An option is wrong; nothing was started.
+        LightningSMError: An option is invalid; nothing was started.
     """
     base_dir = Path(options.base_dir).expanduser() if options.base_dir else default_parent()
     spec, settings, runtime = _job_of(options)
@@ -131,7 +131,7 @@ def _job_of(options: argparse.Namespace) -> tuple[ClusterSpec, faults.FaultSetti
     """Return the cluster and faults that the options describe, and the system that runs the hosts.
 
     Raises:
-        LightningSMError: An option is wrong.
+        LightningSMError: An option is invalid.
     """
     code = Path.cwd() if options.command else None
     runtime = ContainerRuntime(options.image, code) if options.image else ProcessRuntime()
@@ -142,7 +142,7 @@ def _job_of(options: argparse.Namespace) -> tuple[ClusterSpec, faults.FaultSetti
     spec = ClusterSpec(
         groups=[_group(text) for text in options.group] or [GroupSpec("trainer", 1)],
         devices=options.devices,
-        hyperparameters=read_mapping(Path(hyperparameters), "file of hyperparameters") if hyperparameters else {},
+        hyperparameters=read_mapping(Path(hyperparameters), "hyperparameter file") if hyperparameters else {},
         channels={name: Path(folder) for name, folder in channels.items()},
         bucket=Path(options.checkpoints) if options.checkpoints else None,
         keeps_checkpoints=settings.needs_checkpoints or options.upload_delay is not None,

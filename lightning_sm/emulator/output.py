@@ -1,4 +1,4 @@
-"""The output of all hosts in one stream, where each line starts with the name of its host."""
+"""The output of all hosts, merged into one stream in which each line starts with its host's name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_sm.emulator.spec import LocalHost
 
 # ANSI colours that are readable on dark and light terminals.
 _COLOURS = (36, 33, 35, 32, 34, 31)
-# Split longer lines, because a line without an end would fill the memory.
+# Split longer lines, because an endless line would fill the memory.
 _MAX_LINE_BYTES = 64 * 1024
 
 
 class Output:
-    """The writer of the stream and of the log files, which passes bytes through unchanged in any encoding.
+    """Writes the hosts' output to the stream and to log files, as bytes in whatever encoding the hosts use.
 
     Args:
         stream: Receives the lines, such as ``sys.stdout.buffer``.
@@ -40,7 +40,7 @@ class Output:
                 self._prefix[name] = b"\x1b[%dm%s\x1b[0m" % (colour, prefix)
 
     def copy(self, host: LocalHost, pipe: io.RawIOBase) -> None:
-        """Copy the stdout and stderr of a host, until the pipe ends."""
+        """Copy a host's stdout and stderr, until the end of the pipe."""
         log_file = host.folder / "output" / "log.txt"
         with io.BufferedReader(pipe) as lines, log_file.open("wb", buffering=0) as log:
             is_written = True
@@ -50,7 +50,7 @@ class Output:
                         log.write(line)
                 except OSError as error:  # keep reading: the host must not block, and its last lines must be shown
                     is_written = False
-                    self.say(f"The rest of the output of {host.name} is not in {log.name}: {error.strerror}.")
+                    self.say(f"The rest of {host.name}'s output is not in {log.name}: {error.strerror}.")
                 # Show only the last state of a progress bar, which overwrites itself.
                 shown = line.rstrip(b"\r\n").rpartition(b"\r")[2]
                 self._write(self._prefix[host.name] + shown + b"\n")

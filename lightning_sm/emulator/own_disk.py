@@ -1,11 +1,11 @@
 """A mount namespace for each emulated host, so that no host sees another's files, as on the service.
 
-Each host sees its folder at the same path, like ``/opt/ml``. If rank 0 sends a path to other ranks, that path therefore
-names *their* files, or none. Files outside the job's folder (the script, packages, input channels) are shared with the
+Each host sees its folder at the same path, like ``/opt/ml``. A path that rank 0 sends to other ranks therefore refers
+to *their* files, or to none. Files outside the job's folder (the script, packages, input channels) are shared with the
 machine.
 
 ``python -m lightning_sm.emulator.own_disk JOB_DIR HOST_DIR COMMAND...`` runs a command in such a namespace. This needs
-root, or a kernel that lets users create user namespaces.
+root, or a kernel that lets unprivileged users create user namespaces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 # linux/sched.h and linux/mount.h
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x0002_0000, 0x1000_0000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_SLAVE = 1, 2, 4, 0x20, 0x1000, 0x4000, 0x8_0000
-# Holds POSIX semaphores, and the memory that processes of a host share.
+# Holds POSIX semaphores, and memory that a host's processes share.
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's name
 # The subfolder of the job's folder that every host sees in place of /opt/ml.
 _ML = "ml"
@@ -40,12 +40,12 @@ def base_dir(job_dir: Path, host_dir: Path) -> Path:
 
 
 def command(job_dir: Path, host_dir: Path, argv: Sequence[str]) -> list[str]:
-    """Return a command that runs another one in a host's mount namespace, if the system allows it.
+    """Return a command that runs ``argv`` in a host's mount namespace, or ``argv`` itself if the system allows none.
 
     Args:
         job_dir: Folder of the job, of which the host sees only ``host_dir``.
         host_dir: Folder of the host in the job's folder.
-        argv: The other command.
+        argv: The command to run.
     """
     if obstacle():
         return list(argv)
@@ -54,7 +54,7 @@ def command(job_dir: Path, host_dir: Path, argv: Sequence[str]) -> list[str]:
 
 @cache
 def obstacle() -> str:
-    """Return the reason why hosts cannot have a mount namespace each on this system; empty if they can."""
+    """Return why hosts cannot each have a mount namespace on this system, or an empty string if they can."""
     with tempfile.TemporaryDirectory() as folder:
         job_dir = Path(folder)
         (job_dir / "host").mkdir()
@@ -68,11 +68,11 @@ def obstacle() -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Enter a namespace, and execute another program there."""
+    """Enter a host's namespace, and execute a program there."""
     job_dir, host_dir, *other = argv
     try:
         _enter(Path(job_dir), Path(host_dir))
-    except (OSError, AttributeError) as error:  # AttributeError: no such calls on macOS
+    except (OSError, AttributeError) as error:  # AttributeError: macOS lacks these calls
         sys.exit(f"no mount namespace: {error}")
     os.execvp(other[0], other)  # noqa: S606 - no shell is needed
 
@@ -90,7 +90,7 @@ def _enter(job_dir: Path, host_dir: Path) -> None:
     def mount(source: str, target: Path, kind: bytes | None, flags: int, data: bytes | None = None) -> None:
         _call(libc.mount, source.encode(), os.fsencode(target), kind, ctypes.c_ulong(flags), data)
 
-    # Without this, root's mounts would also appear on the machine.
+    # Without this, mounts made by root would also appear outside the namespace.
     mount("none", Path("/"), None, _MS_REC | _MS_SLAVE)
     host = os.open(host_dir, os.O_PATH)  # keeps the host's folder reachable while the job's folder is hidden
     options = _MS_NOSUID | _MS_NODEV

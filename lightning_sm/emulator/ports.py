@@ -1,4 +1,4 @@
-"""The ports of emulated jobs, which all share this machine's ports."""
+"""The reservation of ports for emulated jobs, which all share this machine's ports."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_sm.job.variables import MAIN_PORT
 
 
 def reserve_ports(topology: Topology) -> contextlib.ExitStack:
-    """Reserve a job's ports against other emulated jobs, even before its hosts listen on them.
+    """Reserve a job's ports before its hosts listen on them, so that no other emulated job takes them.
 
-    For each TCP port, this binds the UDP port with the same number, which nothing else in the job uses. Like the TCP
-    port, the UDP port belongs to this machine or its network namespace, and becomes free when the process exits.
+    For each TCP port, this binds the UDP port with the same number, which nothing else in the job uses. Like TCP
+    ports, UDP ports belong to the machine or its network namespace, and become free when the process exits.
 
     Returns:
         The reservation; close it to release the ports.

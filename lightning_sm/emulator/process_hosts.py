@@ -1,4 +1,4 @@
-"""Emulated hosts as processes of this machine: each is a launcher with its descendants."""
+"""Emulated hosts that run as processes on this machine: each is a launcher and its descendants."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from lightning_sm.job.rank_starter import RANK_VARIABLES
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import HOST_ADDRESSES, HOST_FOLDER, INSTALL_REQUIREMENTS, PREFIX, Install
 
-# Time for processes to exit after SIGKILL, needed only by a process that waits for a disk or a network folder.
+# Time limit for processes to exit after SIGKILL. Only processes blocked on a disk or a network file system need it.
 _KILL_S = 5.0
-# Time for processes to stop after SIGSTOP. Limited, because a process never stops while it waits for a stopped child to
-# start a program.
+# Time limit for processes to stop after SIGSTOP. A process that waits for a stopped child to start a program never
+# stops.
 _FREEZE_S = 1.0
 _POLL_S = 0.01
-# Seconds between two checks for processes that are still alive after SIGKILL.
+# Interval in seconds between checks for processes that are still alive after SIGKILL.
 _LEFT_POLL_S = 0.1
 # Variables that a launcher, a toolkit or another job may have left in this shell. They would mislead the hosts.
 _LEAKING_PREFIXES = (PREFIX, "MASTER_", "OMPI_", "PMI", "SAGEMAKER_", "SLURM_", "SM_", "TORCHELASTIC_", "TRAINING_JOB_")
@@ -51,10 +51,10 @@ class ProcessHost(EmulatedHost):
     """A host that consists of a launcher and its descendants; see ``EmulatedHost``.
 
     Args:
-        host: The host.
+        host: The host to start.
         command: Training script and its arguments.
-        output: Receives the host's lines.
-        changed: Set when the launcher has exited.
+        output: Receives the host's output.
+        changed: Event to set when the launcher has exited.
     """
 
     def __init__(self, host: LocalHost, command: Sequence[str], output: Output, changed: threading.Event) -> None:
@@ -69,7 +69,7 @@ class ProcessHost(EmulatedHost):
         return (self.process.returncode or 0) < 0
 
     def listens(self) -> bool:
-        """Return whether the launcher has a handler for SIGTERM, or blocks it; see ``EmulatedHost``."""
+        """Return whether the launcher handles or blocks SIGTERM; see ``EmulatedHost``."""
         return handles_signal(self.process.pid, signal.SIGTERM, or_blocks=True) is not False
 
     def terminate(self) -> None:
@@ -86,14 +86,14 @@ class ProcessHost(EmulatedHost):
             psutil.Process(pid).kill()
 
     def freeze(self) -> None:
-        """Send SIGSTOP to all processes of the host, including those that are just starting."""
+        """Send SIGSTOP to all processes of the host, including those that are being created."""
         deadline = time.monotonic() + _FREEZE_S
         while time.monotonic() < deadline:
             new = [process for process in self._processes() if process not in self._frozen]
             for process in new:
                 signal_process(process, psutil.Process.suspend)
             self._frozen += new
-            # A process that was forking when the signal came is stopped only after its child exists, so look again.
+            # A process that was forking when the signal arrived stops only after its child exists, so look again.
             if not new and all(_is_stopped(process) for process in self._frozen):
                 return
             if not new:
@@ -116,7 +116,7 @@ class ProcessHost(EmulatedHost):
         self.waiter.join(timeout=_KILL_S)  # wait for the exit code
 
     def _processes(self) -> list[psutil.Process]:
-        """Return all live processes of the host, including those that lost their parents or left their session."""
+        """Return all live processes of the host, including orphans and those in other sessions."""
         below: set[psutil.Process] = set()
         with contextlib.suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self.process.pid)
@@ -129,7 +129,7 @@ class ProcessHost(EmulatedHost):
 
 
 class ProcessRuntime(HostRuntime):
-    """The hosts of a job as processes of this machine, which all share its network and its CPUs."""
+    """Runs a job's hosts as processes on this machine, which share its network and CPUs."""
 
     interface = LOOPBACK_INTERFACE
 
@@ -140,7 +140,7 @@ class ProcessRuntime(HostRuntime):
         """Reject a command whose script is missing or cannot start.
 
         Raises:
-            ScriptError: There is no script, or it cannot be read or parsed.
+            ScriptError: The script is missing, has an unknown file type, or cannot be read or parsed.
         """
         if not command:
             raise ScriptError(
@@ -172,15 +172,15 @@ class ProcessRuntime(HostRuntime):
         }
 
     def host_environment(self, folder: Path) -> dict[str, str]:
-        """Return the variables that name a host's folder, as the host and as the emulator see it."""
+        """Return the variables with the paths of a host's folder, as seen by the host and by the emulator."""
         return {"SAGEMAKER_BASE_DIR": str(self.base_dir(folder)), HOST_FOLDER.name: str(folder)}
 
     def base_dir(self, folder: Path) -> Path:
-        """Return the path at which a host sees its folder, the same path for all hosts if they have separate disks."""
+        """Return the path at which a host sees its folder; all hosts see the same path if they have separate disks."""
         return own_disk.base_dir(folder.parent, folder)
 
     def add_channel(self, path: Path, source: Path) -> None:
-        """Create a link to the channel's folder."""
+        """Create a symbolic link to the channel's folder."""
         path.symlink_to(source.absolute(), target_is_directory=True)
 
     def reserve(self, topology: Topology) -> contextlib.ExitStack:
@@ -193,12 +193,12 @@ class ProcessRuntime(HostRuntime):
         return reserve_ports(topology)
 
     def shared_disk_reason(self) -> str:
-        """Return the reason why hosts can read each other's folders on this system; empty if they cannot."""
+        """Return why hosts can read each other's folders on this system, or an empty string if they cannot."""
         return own_disk.obstacle()
 
     @contextlib.contextmanager
     def running(self, job_dir: Path) -> Iterator[None]:
-        """Run a job under its guard, and adopt processes that its hosts leave behind, including daemons."""
+        """Run a job under its guard, and adopt the processes that its hosts leave behind, such as daemons."""
         with guarded(job_dir):
             self._spared = {process.pid for process in psutil.Process().children(recursive=True)}
             adopt_orphans(True)
@@ -223,7 +223,7 @@ class ProcessRuntime(HostRuntime):
                     launchers[process.pid].join(timeout=_LEFT_POLL_S)
 
     def start(self, host: LocalHost, command: Sequence[str], output: Output, changed: threading.Event) -> ProcessHost:
-        """Start the launcher of a host; see ``HostRuntime``."""
+        """Start a host's launcher; see ``HostRuntime``."""
         return ProcessHost(host, command, output, changed)
 
 

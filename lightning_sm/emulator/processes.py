@@ -1,4 +1,4 @@
-"""The processes of emulated hosts: how to find them and signal them, although they may exit at any moment."""
+"""Functions that find and signal the processes of emulated hosts, which may exit at any moment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_sm.job.variables import HOST_FOLDER
 
 
 def processes_of_job(job_dir: Path) -> list[psutil.Process]:
-    """Return the descendants of this process, orphans included.
+    """Return the descendants of this process, including orphans.
 
     Args:
         job_dir: Folder of the job. On systems that cannot adopt orphans, orphans are found by their environment,
@@ -43,7 +43,7 @@ def signal_process(process: psutil.Process, send: Callable[[psutil.Process], Non
 
 
 def variable_of(process: psutil.Process, name: str) -> str | None:
-    """Return an environment variable of a process; None if the process has exited, or belongs to another user."""
+    """Return a process's environment variable; None if it is unset, or the process has exited or is another user's."""
     try:
         return process.environ().get(name)
     except (psutil.Error, OSError):
@@ -51,7 +51,7 @@ def variable_of(process: psutil.Process, name: str) -> str | None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process still runs; a zombie does not."""
+    """Return whether a process is still running; a zombie is not."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The folders of emulated jobs below one parent: creation, and removal of old ones."""
+"""The run folders of emulated jobs in one parent folder: creation, and removal of old ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lightning_sm.errors import OutputDirectoryError
 
-# Matches the names from ``run_name``, which begin with the time, so that they sort by age.
+# Matches names from ``run_name``, which contain the time so that they sort by age.
 _NAME = re.compile(r"local-\d{8}-\d{6}-[0-9a-f]{4}")
 _LOCK = ".lock"
 # How many runs the temporary folder keeps, including the current one.
@@ -28,10 +28,10 @@ def run_name() -> str:
 
 
 def default_parent() -> Path:
-    """Return the folder of this user's runs below the temporary folder; create it if needed.
+    """Return the folder for this user's runs in the system's temporary folder; create it if needed.
 
     Other users can guess its path. Anyone who can write there can change a job's hyperparameters or checkpoints, and
-    thereby run code.
+    thereby run code as this user.
 
     Raises:
         OutputDirectoryError: The folder cannot be created, or another user owns it or can write there.
@@ -47,22 +47,22 @@ def default_parent() -> Path:
     is_folder_of_user = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     if not is_folder_of_user or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise OutputDirectoryError(
-            f"{path}, the default folder for runs, is {stat.filemode(status.st_mode)} of user id {status.st_uid}, and "
-            "not a folder that only you can write to: others could change what your job runs. Remove it, or choose "
-            "another folder with --base-dir."
+            f"{path}, the default folder for runs, has mode {stat.filemode(status.st_mode)} and owner id "
+            f"{status.st_uid}. It must be a folder that only you can write to, or others could change what your job "
+            "runs. Remove it, or choose another folder with --base-dir."
         )
     path.chmod(_ONLY_OWNER)
     return path
 
 
 def create_run_folder(path: Path) -> int:
-    """Create the folder of a run, which only its owner can read.
+    """Create a run's folder, which only its owner can read.
 
     Args:
-        path: The folder.
+        path: The folder to create.
 
     Returns:
-        A file descriptor. The run counts as in use until the descriptor is closed or this process exits.
+        A file descriptor. The run counts as in progress until the descriptor is closed or this process exits.
 
     Raises:
         OSError: The folder cannot be created.

@@ -1,4 +1,4 @@
-"""An emulated job, from its first attempt to the table at the end."""
+"""The run of an emulated job, from its first attempt to the final table."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, *, discard: bool = False) -> int:
     """Run a training script on every host of an emulated job, and wait until all hosts have exited.
 
-    When a host fails, the others are stopped, as on the service. Stopping this process stops the hosts. After an
-    interruption, the job resumes in another attempt.
+    When a host fails, the others are stopped, as on the service. A signal that stops this process stops the hosts.
+    After an interruption, the job resumes in another attempt.
 
     Args:
-        cluster: The hosts. Their folders are kept.
+        cluster: The hosts.
         command: Training script and its arguments.
         settings: The faults to inject.
-        discard: Whether to remove the folders after success.
+        discard: Whether to remove the hosts' folders if the job succeeds. Otherwise, they are kept.
 
     Returns:
         The exit code of the last attempt: 0 if all hosts succeeded, else the exit code of the first host that failed;
@@ -45,7 +45,7 @@ def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, 
         OutputDirectoryError: The folders of another attempt cannot be created.
     """
     output = Output(sys.stdout.buffer, [host.name for host in cluster.hosts])
-    # Handle signals until the last line: a late Ctrl-C must not remove folders that must be kept.
+    # Handle signals until the last line is printed: a late Ctrl-C must not remove folders that are to be kept.
     with _noted_signals() as signals:
         with cluster.runtime.running(cluster.job_dir):
             attempts, outcome = _run_attempts(cluster, command, output, settings, signals)
@@ -68,17 +68,17 @@ def _run_attempts(
     settings: FaultSettings,
     signals: Sequence[tuple[int, float]],
 ) -> tuple[list[Attempt], AttemptOutcome]:
-    """Run attempts until one is not interrupted."""
+    """Run an attempt, and further ones as long as the job resumes."""
     plan = FaultPlan(settings)
     attempts: list[Attempt] = []
     if sys.stdout.isatty():  # a log file needs no hint
         watch = f"lightning-sm report --live {shlex.quote(str(cluster.job_dir))}"
         output.say(f"Job {cluster.name}. To watch it in another terminal: {watch}")
     if cluster.bucket is not None:
-        output.say(f"Folder that stands for the checkpoints' address in S3: {cluster.bucket}")
+        output.say(f"Folder that stands in for the checkpoints' location in S3: {cluster.bucket}")
     shared_disk_reason = cluster.runtime.shared_disk_reason() if len(cluster.hosts) > 1 else ""
     if shared_disk_reason:
-        output.say(f"Hosts can read each other's folders here, which hides mistakes with paths ({shared_disk_reason}).")
+        output.say(f"Hosts can read each other's folders here, so wrong paths may go unnoticed ({shared_disk_reason}).")
     while True:
         if settings.num_attempts > 1:
             output.say(f"Attempt {len(attempts) + 1} of {settings.num_attempts}")
@@ -94,7 +94,7 @@ def _run_attempts(
 
 @contextmanager
 def _noted_signals() -> Iterator[list[tuple[int, float]]]:
-    """Note the number and time of every signal that asks this process to stop."""
+    """Record the number and time of every signal that asks this process to stop."""
     signals: list[tuple[int, float]] = []
 
     # The handler only records the signal, because it may interrupt the very wait that it would have to end.
@@ -115,7 +115,7 @@ def _noted_signals() -> Iterator[list[tuple[int, float]]]:
 
 
 def _table(attempts: Sequence[Attempt]) -> str:
-    """Draw a table with one line per host and attempt: role, exit code and duration."""
+    """Draw a table with one row per host and attempt: role, exit code and duration."""
     rows = [(number, host) for number, attempt in enumerate(attempts, 1) for host in attempt.hosts]
     to_exit = [host.seconds_to_exit for _, host in rows]
     columns: dict[str, list[str]] = {}
@@ -133,24 +133,24 @@ def _table(attempts: Sequence[Attempt]) -> str:
 
 
 def _reason(host: LocalHost, exit_code: int) -> str:
-    """Return the reason for the failure as SageMaker would show it."""
+    """Return the failure reason as SageMaker would show it."""
     try:
         text = (host.folder / "output" / "failure").read_text(encoding="utf-8", errors="replace")
-        return for_terminal(text[:MAX_REASON_CHARS], sys.stdout)  # a script may have written it
+        return for_terminal(text[:MAX_REASON_CHARS], sys.stdout)  # the text may come from a script
     except FileNotFoundError:  # the whole host was killed
-        return f"{ending_of(exit_code)} on {Place(host.name, host.role)}, which left no reason"
+        return f"{ending_of(exit_code)} on {Place(host.name, host.role)}, which gave no reason"
 
 
 def _models(cluster: LocalCluster) -> Iterator[str]:
     """Yield the lines that tell the user where to find the model."""
     if not cluster.keep:
-        yield "The folders of the hosts, the model included, were removed (--discard)."
+        yield "The folders of the hosts, including the model, were removed (--discard)."
         return
     folders = [(host, host.folder / "model") for host in cluster.hosts]
     models = [
         f"Model of {host.name}: {folder} ({listed(files)})" for host, folder in folders if (files := _files(folder))
     ]
-    yield from models or ["No host has written a model (into the folder model, SageMaker's /opt/ml/model)."]
+    yield from models or ["No host wrote a model to its model folder (SageMaker's /opt/ml/model)."]
 
 
 def _files(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The check of a training script before any host starts."""
+"""Validation of the training script before any host starts."""
 
 from __future__ import annotations
 

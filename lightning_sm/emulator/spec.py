@@ -19,15 +19,15 @@ class ClusterSpec:
 
     Attributes:
         groups: The instance groups.
-        devices: Processes per trainer host; None if the job does not set it, as on the service.
+        devices: Processes per trainer host; None to leave the number unset, as on the service.
         hyperparameters: Values as a user would pass them to the Estimator.
         channels: Folder of each input channel.
-        channel_groups: Names of the groups that see a channel. A channel not named here is visible to all groups.
-        bucket: The folder that stands for the checkpoints' address in S3, or None for a job without checkpoints.
-        keeps_checkpoints: If True and ``bucket`` is None, a folder inside the job's folder stands for S3.
+        channel_groups: Names of the groups that see each channel. A channel not listed here is visible to all groups.
+        bucket: The folder that stands in for the checkpoints' location in S3, or None for a job without checkpoints.
+        keeps_checkpoints: If True and ``bucket`` is None, a folder inside the job's folder stands in for S3.
         upload_delay_s: How long the upload of a checkpoint file takes, in seconds.
         environment: Variables as a user would pass them to ``Estimator(environment=...)``.
-        seed: Seed of the assignment of hosts to groups; None for a different assignment each time, as on the service.
+        seed: Seed for assigning hosts to groups; None for a different assignment each time, as on the service.
     """
 
     groups: Sequence[GroupSpec] = (GroupSpec("trainer", 1),)
@@ -43,7 +43,7 @@ class ClusterSpec:
 
     @property
     def host_names(self) -> list[str]:
-        """The names of all hosts, in the order of their numbers."""
+        """The names of all hosts, in numerical order."""
         return [f"algo-{number}" for number in range(1, sum(group.num_hosts for group in self.groups) + 1)]
 
     def channels_of(self, group: str) -> dict[str, Path]:
@@ -55,7 +55,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class LocalHost:
-    """One emulated host.
+    """The description of one emulated host.
 
     Attributes:
         name: Its name, such as ``algo-1``.
@@ -64,7 +64,7 @@ class LocalHost:
         folder: The folder that takes the place of ``/opt/ml``, as the emulator sees it.
         env: The environment of its processes, with paths as the host sees them.
         channels: Folder of each input channel of the host's group, as the emulator sees it.
-        bucket: The folder that stands for S3, to which an agent uploads the checkpoints, or None.
+        bucket: The folder that stands in for S3, to which an agent uploads the host's checkpoints, or None.
         upload_delay_s: How long the upload of a file takes, in seconds.
     """
 
@@ -79,10 +79,10 @@ class LocalHost:
 
     @property
     def control_dir(self) -> Path:
-        """The folder in which its training processes report their progress."""
+        """The folder in which the host's processes report their progress."""
         return self.folder / CONTROL
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Its checkpoint folder, if the job has checkpoints."""
+        """The host's checkpoint folder, which exists if the job has checkpoints."""
         return self.folder / CHECKPOINTS

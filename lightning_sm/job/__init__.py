@@ -1,1 +1,1 @@
-"""The facts of a job that SageMaker provides, and the rules based on them."""
+"""The facts that SageMaker provides about a job, and the rules based on them."""

@@ -1,4 +1,4 @@
-"""The routing of input channels to arguments, by name only."""
+"""Routing of input channels to arguments, based only on their names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from lightning_sm.errors import ChannelError
 
-# The names that SageMaker's examples give to the only or the main channel.
+# Names that SageMaker's examples use for the only channel or the main one.
 _MAIN_CHANNELS = ("training", "train")
-# The names that LightningDataModules and torchvision datasets give to the folder of the data.
+# Parameter names that LightningDataModules and torchvision datasets use for the data folder.
 _MAIN_PARAMETERS = ("data_dir", "root")
-# The names for each split of the data. SageMaker's built-in algorithms use "train", "validation" and "test".
+# Channel names for each split of the data. SageMaker's built-in algorithms use "train", "validation" and "test".
 _SPLITS = (_MAIN_CHANNELS, ("val", "validation", "valid"), ("test", "testing"))
 # The channel that holds configuration files instead of data (see ``hyperparameters.to_argv``).
 CONFIG_CHANNEL = "config"
@@ -23,7 +23,7 @@ class Routing:
 
     Attributes:
         channel_of: Channel name by argument key (``data.data_dir``, ``model.weights``).
-        unused: Channels that fit no argument.
+        unused: Channels that match no argument.
     """
 
     channel_of: Mapping[str, str]
@@ -51,7 +51,7 @@ def route(
         all_channels_known: False in a heterogeneous job, where other groups may have channels that this host lacks.
 
     Raises:
-        ChannelError: ``mapping`` names a channel or a parameter that does not exist.
+        ChannelError: ``mapping`` names a nonexistent channel or parameter, or maps two channels to one argument.
     """
     names = [name for name in channels if name != CONFIG_CHANNEL or name in mapping]
     unknown = sorted(set(mapping) - set(names))
@@ -80,7 +80,7 @@ def route(
 
 
 def may_be_folder(parameter: str) -> bool:
-    """Return whether a DataModule parameter of this name may receive a channel."""
+    """Return whether a DataModule parameter with this name may receive a channel."""
     return parameter in _MAIN_PARAMETERS or parameter.endswith("_dir")
 
 
@@ -105,7 +105,7 @@ def _key(target: str) -> str:
 
 
 def _fitting_keys(channel: str, channels: Collection[str], parameters: Collection[str]) -> list[str]:
-    """Return the keys to which a channel may go, best first."""
+    """Return the keys to which a channel may be assigned, best match first."""
     same_split = next((names for names in _SPLITS if channel in names), ())
     folders = [f"{name}_dir" for name in (_identifier(channel), *same_split)]
     if channel in _MAIN_CHANNELS or len(channels) == 1:

@@ -1,4 +1,4 @@
-"""The command line of the training script, from the job's hyperparameters and its ``config`` channel."""
+"""The training script's command line, built from the job's hyperparameters and its ``config`` channel."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def job_arguments(job: SageMakerJob, directory: Path) -> list[str]:
-    """Build the arguments of the training script from the facts of a job.
+    """Build the training script's arguments from the facts of a job.
 
-    The files of a channel named ``config`` become ``--config`` options, to which the service's limit of 2500 characters
-    per hyperparameter does not apply. If a ``config`` hyperparameter names one of these files, only that file is used.
+    The files in a channel named ``config`` become ``--config`` options, which are not subject to the service's limit of
+    2500 characters per hyperparameter. If a ``config`` hyperparameter names one of these files, only that file is used.
 
     Args:
-        job: The facts.
-        directory: Base folder for relative paths of config files.
+        job: The facts of the job.
+        directory: Base folder for relative config file paths.
 
     Raises:
         HyperparameterError: A hyperparameter cannot become an argument.
@@ -58,13 +58,13 @@ def without_options(arguments: Sequence[str], names: Sequence[str]) -> list[str]
 def with_options_of_job(
     arguments: Sequence[str], names: Sequence[str], job: SageMakerJob, directory: Path
 ) -> list[str]:
-    """Return the arguments with the options that the launcher left out, each in its original place.
+    """Return the arguments and the options that the launcher left out, in their original positions if possible.
 
     Args:
-        arguments: Arguments of this process, without the program.
+        arguments: This process's arguments, without the program.
         names: Names of the options that the launcher left out.
-        job: The facts of the job, with the values of these options.
-        directory: Base folder for relative paths of config files.
+        job: The facts of the job, including the values of these options.
+        directory: Base folder for relative config file paths.
     """
     options = [argument for argument in job_arguments(job, directory) if argument.startswith("-")]
     kept = without_options(options, names)
@@ -81,13 +81,13 @@ def _option_name(argument: str) -> str:
 def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
     """Return whether sagemaker-training or an SDK v3 driver built a command line from the job's hyperparameters.
 
-    Both write a ``--name value`` pair for each hyperparameter and lose types (None becomes an empty string, a dict
-    ``a=1,b=2``), which ``job_arguments`` keeps. A value that differs was written by the script's author (``run.sh``:
-    ``python train.py --data.batch_size 64``). Such values take precedence, and a log line names them.
+    Both write each hyperparameter as a ``--name value`` pair and lose its type (None becomes an empty string, and a
+    dict becomes ``a=1,b=2``), which ``job_arguments`` keeps. A value that differs was written by the script's author
+    (``run.sh``: ``python train.py --data.batch_size 64``). Such values take precedence, and a log line names them.
 
     Args:
-        argv: Arguments of this process, without the program.
-        job: The facts.
+        argv: This process's arguments, without the program.
+        job: The facts of the job.
     """
     names = {name.lstrip("-") for name in argv[::2]}
     are_pairs = len(argv) > 0 and len(argv) % 2 == 0 and all(name.startswith("-") for name in argv[::2])
@@ -106,7 +106,7 @@ def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
 
 
 def _renderings(hyperparameter: str) -> set[str]:
-    """Return the values that either program may write for a hyperparameter, in the form of ``_unquoted``."""
+    """Return the values that either program may write for a hyperparameter, in the form that ``_unquoted`` returns."""
     try:
         value = json.loads(hyperparameter)
     except ValueError:
@@ -118,7 +118,7 @@ def _renderings(hyperparameter: str) -> set[str]:
 
 
 def _unquoted(value: str) -> str:
-    """Remove optional blanks, and the characters that a shell between program and script may have removed."""
+    """Remove optional whitespace, and quotes and backslashes, which a shell before the script may have removed."""
     return re.sub(r"[\s'\"\\\\]", "", value)
 
 
@@ -126,7 +126,7 @@ def _in_config_channel(argument: str, job: SageMakerJob, directory: Path) -> str
     """Replace the name in ``--config=name`` with its path in the config channel, unless the file exists elsewhere."""
     option, _, name = argument.partition("=")
     channel = job.channels.get(CONFIG_CHANNEL)
-    # Not Path.exists, which raises if the text is not a path (an inline config may be too long).
+    # Path.exists would raise if the text is not a path (an inline config may be too long).
     if option != "--config" or channel is None or os.path.exists(directory / name):
         return argument
     path = channel.path / name

@@ -1,14 +1,14 @@
-"""The control folder, through which the processes of a script report their progress to the launcher.
+"""The control folder, through which a script's processes report their progress to the launcher.
 
-The launcher sets its path in ``LIGHTNING_SM_CONTROL_DIR``. Each training process, and the main process of a data host,
-creates a file there. If the file exists, the launcher sends the process the gentle signal when the job is stopped; the
-file's content is the process's progress. Without the launcher (the stock toolkit, a laptop), there is no folder and
-nothing is written.
+The launcher sets its path in ``LIGHTNING_SM_CONTROL_DIR``. Each training process, and the main process on each data
+host, creates a file there. If the file exists, the launcher sends the process the gentle signal when the job is
+stopped; the file's content is the process's progress. Without the launcher (under the stock toolkit, or on a laptop),
+there is no folder and nothing is written.
 
 Files in the folder: ``process-<pid>`` (one line, see ``Beat``), ``stacks-<pid>`` (written by faulthandler on request),
-``saved.jsonl`` (the checkpoints saved in an interruption), ``failure-<pid>.json`` (see ``job/failure_file.py``),
-``options-read`` (a process has read the options that its command line lacks) and ``peers-gone`` (another host, or
-another rank on this host, has failed).
+``saved.jsonl`` (the checkpoint files saved during an interruption), ``failure-<pid>.json`` (see
+``job/failure_file.py``), ``options-read`` (a process has read the options that its command line lacks) and
+``peers-gone`` (another host, or another rank on this host, has failed).
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _STACKS = "stacks-"
 _SAVED = "saved.jsonl"
 _PEERS_GONE = "peers-gone"
 _OPTIONS_READ = "options-read"
-# Lines are padded to this length, so that a write replaces the whole last line.
+# Lines are padded to this length, so that each write replaces the whole previous line.
 _LINE_BYTES = 120
 
 
 class Phase(Enum):
-    """The phase of a process; the values are for messages."""
+    """The phase of a process; the values appear in messages."""
 
     STARTING = "starting"
     SETTING_UP = "setting up"
     SETTING_UP_FIT = "setting up to fit"  # the user's ``setup``, and loading a checkpoint
     STARTING_TRAINING = "starting the training"
-    FIRST_STEP = "in the first step"  # which may compile
+    FIRST_STEP = "in the first step"  # may include compilation
     TRAINING = "training"
     WAITING_FOR_BATCH = "waiting for a batch"
     ENDING_EPOCH = "ending the epoch"
@@ -65,7 +65,7 @@ class Phase(Enum):
 
     @property
     def may_pause(self) -> bool:
-        """Whether the phase may take longer than any step, to compile, save a checkpoint or run the user's code."""
+        """Whether the phase may take longer than any step: it may compile, save a checkpoint or run the user's code."""
         return self not in (Phase.TRAINING, Phase.WAITING_FOR_BATCH, Phase.VALIDATING)
 
 
@@ -75,13 +75,13 @@ class Beat:
 
     Attributes:
         pid: Process id.
-        at: Time of the report in seconds of ``time.monotonic``, which all processes of a host share.
+        at: Time of the report in seconds, from ``time.monotonic``, which all processes on a host share.
         rank: Global rank; -1 before it is known, and for data hosts.
         step: Number of completed optimizer steps.
-        epoch: The epoch, from 0.
+        epoch: The current epoch, counted from 0.
         phase: The phase of the process.
-        error: The exception with which the process failed.
-        trained_epoch: The epoch of the last completed training batch, from 1; 0 before the first one.
+        error: The exception with which the process failed; empty if it has not failed.
+        trained_epoch: The epoch of the last completed training batch, counted from 1; 0 before the first batch.
     """
 
     pid: int
@@ -95,7 +95,7 @@ class Beat:
 
     @property
     def doing(self) -> str:
-        """The phase and the error of the process, for messages."""
+        """The process's phase and error, for messages."""
         return f"{self.phase.value} with {self.error}" if self.error else self.phase.value
 
 
@@ -115,9 +115,9 @@ class OwnProcess:
         self.beat()
 
     def handle_stacks_signal(self) -> None:
-        """Have stacks written on ``STACKS_SIGNAL``; call this again if another handler has replaced this one."""
+        """Write stacks when ``STACKS_SIGNAL`` arrives; call this again if another handler has replaced this one."""
         # Also install a Python handler: at the end of each Trainer call, Lightning restores the Python handlers of all
-        # signals. Without one, faulthandler's handler would be removed, and the signal would kill the process.
+        # signals. Without one, this would remove faulthandler's handler, and the signal would kill the process.
         if threading.current_thread() is threading.main_thread():
             signal.signal(STACKS_SIGNAL, self._write_stacks)
         write_stacks_on_signal(self._stacks)
@@ -141,7 +141,7 @@ class OwnProcess:
         os.pwrite(self._file, line.encode(errors="replace")[:_LINE_BYTES].ljust(_LINE_BYTES), 0)
 
     def note_saved(self, paths: Sequence[Path]) -> None:
-        """Tell the launcher that the ranks exit because of an interruption, and which files they saved on this host.
+        """Tell the launcher that an interruption makes the ranks exit, and which files they saved on this host.
 
         Args:
             paths: Files of the checkpoint; empty if another host has them, or if there was nothing to save.
@@ -150,7 +150,7 @@ class OwnProcess:
             file.writelines(json.dumps(str(path)) + "\n" for path in paths)
 
     def are_peers_gone(self) -> bool:
-        """Return whether the job has failed on another host, so that collective calls would hang."""
+        """Return whether another host, or another rank on this host, has failed, so collective calls would hang."""
         return (self._folder / _PEERS_GONE).exists()
 
 
@@ -160,7 +160,7 @@ def write_stacks_on_signal(file: int) -> None:
     Args:
         file: The descriptor to write to, which must stay open for as long as the process lives.
     """
-    # Unregister first: faulthandler does not notice that another handler has replaced its handler.
+    # Unregister first: faulthandler does not notice that another handler has replaced its own.
     faulthandler.unregister(STACKS_SIGNAL)
     faulthandler.register(STACKS_SIGNAL, file, all_threads=True)
 
@@ -172,7 +172,7 @@ def announce(env: Mapping[str, str] = os.environ) -> OwnProcess | None:
         env: Environment variables.
 
     Returns:
-        This process, the same object in every call; None without a launcher.
+        This process's side of the folder, the same object in every call; None without a launcher.
     """
     folder = CONTROL_DIR.read(env)
     # The folder is gone if this process has outlived its launcher.
@@ -216,7 +216,7 @@ class ControlFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def clear(self) -> None:
-        """Forget the processes of an earlier script."""
+        """Delete the files of an earlier script's processes."""
         for path in self.path.iterdir():
             path.unlink()
 
@@ -224,8 +224,8 @@ class ControlFolder:
         """Return the beats of all processes that have announced themselves, even if they have exited."""
         beats = []
         for path in sorted(self.path.glob(f"{_PROCESS}*")):
-            # Skip a file that another program made to get the gentle signal, a file that is not complete, and one that
-            # ``clear`` has just removed because the script restarts.
+            # Skip files that another program created to get the gentle signal, incomplete files, and files that
+            # ``clear`` has just removed because the script is restarting.
             with contextlib.suppress(ValueError, KeyError, FileNotFoundError):
                 line = path.read_text(encoding="utf-8", errors="replace")
                 beats.append(_parsed(int(path.name.removeprefix(_PROCESS)), line))
@@ -239,15 +239,15 @@ class ControlFolder:
 
     @property
     def peers_gone(self) -> Path:
-        """The file whose existence tells the processes that others have failed."""
+        """The file whose existence tells this host's processes that others have failed."""
         return self.path / _PEERS_GONE
 
     def say_peers_gone(self) -> None:
-        """Tell the processes that the job has failed on another host."""
+        """Tell this host's processes that another host, or another rank on this host, has failed."""
         self.peers_gone.touch()
 
     def saved(self) -> list[Path] | None:
-        """Return the files that this host saved in an interruption, or None if its ranks were not interrupted."""
+        """Return the files that this host saved during an interruption, or None if its ranks were not interrupted."""
         try:
             lines = (self.path / _SAVED).read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:

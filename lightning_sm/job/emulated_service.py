@@ -1,4 +1,4 @@
-"""The service's assignment of hosts to instance groups, and its ``resourceconfig.json``, for the emulator."""
+"""The emulator's copy of how the service assigns hosts to instance groups and writes ``resourceconfig.json``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_INSTANCE_TYPE = "ml.m5.xlarge"
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """An instance group, as the user requests it.
+    """An instance group as requested by the user.
 
     Attributes:
         name: Name of the group; a name that starts with "data" makes its hosts serve data.
@@ -31,9 +31,9 @@ def deal_hosts(specs: Sequence[GroupSpec], hosts: Sequence[str], draw: random.Ra
     """Assign the hosts to the groups at random, as the service does.
 
     Args:
-        specs: The groups, whose numbers of hosts add up to ``len(hosts)``.
+        specs: The groups; their host counts must add up to ``len(hosts)``.
         hosts: Names of all hosts.
-        draw: The random state. The same state assigns the same positions in ``hosts`` to the same groups.
+        draw: The random number generator. The same state assigns the same positions in ``hosts`` to the same groups.
     """
     unassigned = list(hosts)
     draw.shuffle(unassigned)

@@ -1,8 +1,8 @@
 """The facts of a SageMaker training job, read once and frozen.
 
 The service, the sagemaker-training toolkit, the local modes of SDK v2 and v3, and custom images each set a different
-part of the container contract. ``SageMakerJob`` reads these sources in a fixed order, and records the source of the
-hosts.
+part of the container contract. ``SageMakerJob`` reads these sources in a fixed order, and records where the hosts
+came from.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lightning_sm.job.variables import DATA_GROUPS, DEVICES, HOST_ADDRESSES, MAI
 
 # The toolkit's name for the only group of a job without instance groups (sagemaker-training, environment.py).
 _SINGLE_GROUP = "homogeneousCluster"
-# SDK v3 ships the user's code and its drivers as input channels of these names. SDK v2 ships the code as a channel if
-# the hosts have no network.
+# SDK v3 ships the user's code and its own drivers as input channels with these names. SDK v2 ships the code as a
+# channel if the hosts have no network.
 _SDK_V3_DRIVERS_CHANNEL = "sm_drivers"
 CODE_CHANNEL = "code"
 CODE_CHANNEL_DIR = f"/opt/ml/input/data/{CODE_CHANNEL}"
@@ -36,7 +36,7 @@ _NUM_GPUS = Setting[int | None](
     parse=whole_number(0, 1024),
     default=None,
     default_text="the device files are counted",
-    meaning="NVIDIA GPUs of this host.",
+    meaning="Number of NVIDIA GPUs on this host.",
 )
 # The hyperparameter with which the SDK requests SageMaker's data parallel library (SMDDP).
 _SMDDP = "sagemaker_distributed_dataparallel_enabled"
@@ -84,7 +84,7 @@ class InstanceGroup:
 
     Attributes:
         name: Name of the group, as given to ``Estimator(instance_groups=...)``.
-        hosts: Names of its hosts, in the order that the service wrote (shuffled).
+        hosts: Names of its hosts, in the service's order (shuffled).
         instance_type: For example ``ml.g5.xlarge``; None if unknown.
     """
 
@@ -101,7 +101,7 @@ class Channel:
         name: Name of the channel, as given to ``Estimator.fit(inputs=...)``.
         path: Folder of the channel; in Pipe mode the common prefix of its FIFOs.
         mode: ``File``, ``FastFile`` or ``Pipe``.
-        distribution: ``FullyReplicated``, or ``ShardedByS3Key`` when each host got different files.
+        distribution: ``FullyReplicated``, or ``ShardedByS3Key`` if each host receives different files.
     """
 
     name: str
@@ -116,11 +116,11 @@ class SageMakerJob:
 
     Attributes:
         current_host: Name of this host, for example ``algo-1``.
-        hosts: Names of all hosts, in the order of the source (the service sorts them as text).
+        hosts: Names of all hosts, in the source's order (the service sorts them as text).
         groups: Instance groups; exactly one in a homogeneous job.
         source: File or variable that the hosts came from, for error messages.
-        has_own_file: Whether the hosts came from ``resourceconfig.json``, which always belongs to this host. Variables
-            may be those of rank 0, passed on by mpirun.
+        has_own_file: Whether the hosts came from ``resourceconfig.json``, which always describes this host.
+            Variables may describe rank 0's host instead, if mpirun passed them on.
         base_dir: The folder that SageMaker calls ``/opt/ml``.
         network_interface: Interface named by the service. It may not exist (SDK v3 writes one that does not).
         channels: Input channels of this host, by name.
@@ -130,8 +130,8 @@ class SageMakerJob:
         tensorboard_dir: Folder that is uploaded during training, or None if the job has no TensorBoard output.
         name: Name of the training job, if known.
         run_key: 32 hexadecimal digits by which loggers recognise the job: the same in every attempt, but different for
-            a job of the same name in another account or region. None if the job's name is unknown.
-        num_gpus: Number of NVIDIA GPUs of this host.
+            a job with the same name in another account or region. None if the job's name is unknown.
+        num_gpus: Number of NVIDIA GPUs on this host.
         addresses: IP address by host name, for hosts whose names do not resolve (``LIGHTNING_SM_HOST_ADDRESSES``).
         data_groups: Groups that serve data (``LIGHTNING_SM_DATA_GROUPS``), or None to choose by rule.
         main_port: Port of rank 0 (``LIGHTNING_SM_MAIN_PORT``), or None to derive it from the job.
@@ -180,7 +180,7 @@ class SageMakerJob:
     def asks_for_smddp(self) -> bool:
         """Whether ``distribution={...}`` requests SageMaker's data parallel library (SMDDP).
 
-        True also for ``pytorchddp``, for which SDK v2 sends the same hyperparameters (sagemaker 2.257.7,
+        Also true for ``pytorchddp``, for which SDK v2 sends the same hyperparameters (sagemaker 2.257.7,
         pytorch/estimator.py, ``PyTorch.__init__``).
         """
         return self.hyperparameters.get(_SMDDP, "").lower() == "true"
@@ -207,7 +207,7 @@ class SageMakerJob:
 
     @property
     def code_dir(self) -> Path:
-        """Folder of the user's code, by the convention of sagemaker-training."""
+        """Folder of the user's code, by sagemaker-training's convention."""
         return self.base_dir / "code"
 
     @classmethod
@@ -217,7 +217,7 @@ class SageMakerJob:
         """Read the facts of the job that this process runs in.
 
         Hosts and groups come from ``resourceconfig.json``, else ``SM_RESOURCE_CONFIG``, else ``SM_HOSTS`` and
-        ``SM_CURRENT_HOST``. Only the file always belongs to this host, because mpirun passes rank 0's variables to all
+        ``SM_CURRENT_HOST``. Only the file always describes this host, because mpirun passes rank 0's variables to all
         hosts.
 
         Args:
@@ -225,10 +225,10 @@ class SageMakerJob:
             base_dir: The folder to use for ``/opt/ml``. Defaults to ``SAGEMAKER_BASE_DIR``, else ``/opt/ml``.
 
         Returns:
-            The job, or None off SageMaker, where neither the file nor the variables exist.
+            The job, or None outside SageMaker, where neither the file nor the variables exist.
 
         Raises:
-            JobConfigError: A source is present but malformed; the message names file, field and value.
+            JobConfigError: A source is present but malformed; the message names the file, field and value.
 
         Source:
             SageMaker developer guide, "How Amazon SageMaker Provides Training Information"; for
@@ -276,7 +276,7 @@ def _checkpoint_dir(
 ) -> Path | None:
     """Return the checkpoint folder; in a tuning job, a subfolder for this training job.
 
-    All training jobs of a tuning job have the same address in S3; without subfolders, one would resume from another's
+    All training jobs of a tuning job have the same S3 address; without subfolders, one would resume from another's
     checkpoint.
     """
     folder = _local_path(checkpoint, base / "checkpoints")

@@ -1,11 +1,11 @@
-"""The failure file of a process, ``failure-<pid>.json`` in the control folder, with the exception that ended it.
+"""A process's failure file, ``failure-<pid>.json`` in the control folder, with the exception that ended the process.
 
-The process writes the file from its exception hook, where the exception is still an object: its type tells whether
+The process writes the file from its exception hook, where the exception is still an object: its type shows whether
 another process's exit caused the exception, and whether the exception would recur. The launcher reads the file when the
-script has failed. An empty file is a promise to report an exception. If a process exits and its file is still empty,
-the process was killed by a signal, or called ``sys.exit`` or ``os._exit``.
+script has failed. An empty file means that the process reports exceptions. If the file is still empty after the process
+has exited, the process was killed by a signal, or called ``sys.exit`` or ``os._exit``.
 
-The file has the format of ``torch.distributed.elastic``. A rank started by torchrun also writes the same content to
+The file uses the format of ``torch.distributed.elastic``. A rank started by torchrun also writes the same content to
 ``TORCHELASTIC_ERROR_FILE``, so that torchrun shows the exception with which the job failed.
 """
 
@@ -37,8 +37,8 @@ _TORCHS = "TORCHELASTIC_ERROR_FILE"
 # More than enough: the launcher shows 1024 characters in all.
 _MAX_LINES = 40
 _MAX_LINE_CHARS = 2000
-# Errors of this package that are due to a contradiction in the job. Others are about a host, a port or a file, and may
-# not recur.
+# This package's errors that are due to a contradiction in the job. Its other errors concern a host, a port or a file,
+# and may not recur.
 _CONTRADICTIONS = (ValueError, ImportError, errors.NeedsLinuxError)
 # Exceptions raised because another process has exited or told this one to exit; by name, to avoid importing torch.
 _OF_OTHER_PROCESSES = ("SIGTERMException", "ProcessRaisedException")
@@ -52,20 +52,20 @@ _LOST_PEER = re.compile(
 
 
 class ProcessFailure(Struct, frozen=True, forbid_unknown_fields=False):
-    """The exception that ended a process, as the process describes it.
+    """The exception that ended a process, as described by the process itself.
 
     Unknown fields are ignored: the job's code may bring a newer version of this package than the launcher's image has.
 
     Attributes:
         rank: Global rank of the process; -1 if unknown, and on data hosts.
-        at: Time of the report in seconds of ``time.monotonic``, which all processes of a host share.
+        at: Time of the report in seconds, from ``time.monotonic``, which all processes on a host share.
         lines: Type and message as Python prints them.
         frames: The frames, innermost last.
         is_consequence: Whether the exception was raised because another process had exited.
         is_permanent: Whether the exception would recur in a restarted script.
-        is_passed_on: Whether the exception was raised on a data host, which ``lines`` names.
+        is_passed_on: Whether the exception was raised on a data host; ``lines`` then names the host.
         dead_children: Process ids and exit codes (-n for signal n) of children that had already exited. Once this
-            process has waited for its children, as it does when it exits, nobody else can read these codes.
+            process has waited for its children, as it does when it exits, no other process can read these codes.
         message: The exception in torchrun's format.
     """
 
@@ -86,8 +86,8 @@ class ProcessFailure(Struct, frozen=True, forbid_unknown_fields=False):
         cause = next((link for link in chain if not followed_from_another(link)), error)
         lines, frames = _described(cause)
         is_consequence = followed_from_another(cause)
-        # torchrun blames the failure with the earliest time in whole seconds, then the lowest rank, so date
-        # consequences later.
+        # torchrun blames the failure with the earliest time (in whole seconds), then the one with the lowest rank, so
+        # give consequences a later time.
         at = str(int(time.time()) + is_consequence)
         return cls(
             rank=rank,
@@ -120,7 +120,7 @@ def followed_from_another(error: BaseException) -> bool:
     """Return whether an exception was raised because another process had exited, or had told this one to exit."""
     if isinstance(error, _LOST_CONNECTIONS) or type(error).__name__ in _OF_OTHER_PROCESSES:
         return True
-    # Only errors of torch count: the user's code and lightning_sm may quote such a message.
+    # Only torch's errors count: the user's code and lightning_sm may quote such a message.
     is_torchs = type(error) is RuntimeError or type(error).__module__.startswith("torch.")
     return is_torchs and is_lost_peer(f"{type(error).__name__}: {error}")
 
@@ -142,7 +142,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _described(error: BaseException) -> tuple[list[str], list[str]]:
-    """Return the lines and frames of an exception, taken from the original if another process passed it on."""
+    """Return the lines and frames of an exception, or of the original one if another process passed it on."""
     printed = traceback.format_exception_only(type(error), error)
     # A SyntaxError begins with its file and line, which are added as a frame below.
     while len(printed) > 1 and printed[0].startswith(" "):
@@ -155,7 +155,7 @@ def _described(error: BaseException) -> tuple[list[str], list[str]]:
     carried = None if first is None else last_exception(lines)
     if carried is None:
         return lines, frames
-    if isinstance(error, errors.RemoteTransformError):  # its message begins with the user's exception and the place
+    if isinstance(error, errors.RemoteTransformError):  # its message begins with the user's exception and its place
         return [str(error).partition("\n")[0], *lines[1:first]], list(carried.frames)
     return [*carried.lines, *filter(None, lines[:first])], list(carried.frames)
 
@@ -185,7 +185,7 @@ class FailureReporter:
         atexit.register(self._at_exit)
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report an exception, and print it unless it has been reported."""
+        """Report an exception, and print it unless it has already been reported."""
         is_printed = error is self._reported
         self.report(error)
         if not is_printed:

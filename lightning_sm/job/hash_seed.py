@@ -10,7 +10,7 @@ _NAME = "PYTHONHASHSEED"
 def hash_seed(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that gives all processes of a job the same hashes; a value in ``env`` takes precedence.
 
-    By default, Python seeds its hashes differently in each process, so that label ids from ``enumerate(set(names))``
-    would differ between data hosts.
+    By default, Python seeds its hashes differently in each process, so label ids from ``enumerate(set(names))`` would
+    differ between data hosts.
     """
     return {_NAME: env.get(_NAME) or "0"}

@@ -1,6 +1,6 @@
-"""The conversion of ``hyperparameters.json`` to the arguments of a LightningCLI script, and back.
+"""Conversion of ``hyperparameters.json`` to a LightningCLI script's arguments, and back.
 
-SageMaker stores only text, and each way to start a job converts values to text differently:
+SageMaker stores only text, and each way of starting a job converts values to text differently:
 
 =======================================  ========  ===================  ===============  ===========
 way                                      ``None``  ``{"a": None}``      ``"a b"``        ``1e-3``
@@ -18,18 +18,18 @@ SDK v3, ``ModelTrainer``                 null      {"a": null}          a b     
 2. ``None`` becomes ``null``; ``nan``, ``inf``, ``NaN``, ``Infinity`` and their negatives become YAML's ``.nan`` and
    ``.inf``, the only spellings that jsonargparse reads as numbers.
 3. Lists, tuples and dicts in Python's notation become JSON. JSON lists and dicts keep their text, unless YAML would
-   misread it (``NaN``, surrogate pairs such as an emoji's, unprintable characters, tabs); then they are encoded again.
+   misread it (``NaN``, surrogate pairs as in emoji, unprintable characters, tabs); then they are encoded again.
 4. All other text is unchanged, so that a ``str`` parameter receives "007", "1e-3" or "" exactly.
 
 No rule can restore what the text does not contain:
 
-- With SDK v3 and the generic Estimator, a string that reads like a value of rules 2 and 3 ("None", "nan", "('a', 1)")
+- With SDK v3 and the generic Estimator, a string that looks like a value in rules 2 and 3 ("None", "nan", "('a', 1)")
   is taken for that value.
-- With either of these, if all values happen to be valid JSON, strings that are themselves in double quotes lose these.
+- With either of them, if all values happen to be valid JSON, strings that are themselves in double quotes lose them.
 - Python's ``{'a': nan}`` or ``{'a': inf}`` (generic Estimator) is unchanged: ``nan`` and ``inf`` are names there.
 - Keys of dicts become strings, as JSON requires, and tuples become lists.
 - The string "null" and None are the same for an ``Optional[str]`` parameter: jsonargparse has no quoting there.
-- A value that is just "--" reaches no option: argparse removes it in Python 3.11 and 3.12.1 (not in 3.13).
+- A value that is just "--" never reaches its option: argparse removes it in Python 3.11 and 3.12.1 (not in 3.13).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _YAML_SPELLING = {
     **dict.fromkeys(("inf", "Infinity"), ".inf"),
     **dict.fromkeys(("-inf", "-Infinity"), "-.inf"),
 }
-# JSON that PyYAML, with which jsonargparse reads values, rejects or misreads: it accepts no tabs between tokens, does
-# not join surrogate pairs, folds the line separators 85, 2028 and 2029, and rejects the rest.
+# JSON that is rejected or misread by PyYAML, which jsonargparse uses to read values: PyYAML accepts no tabs between
+# tokens, does not join surrogate pairs, folds the line separators U+0085, U+2028 and U+2029, and rejects the rest.
 _NOT_YAML = re.compile(r"NaN|Infinity|\\u[dD][89a-fA-F]|[^\n -~]")
 _ESCAPED_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
@@ -100,7 +100,7 @@ def to_argv(hyperparameters: Mapping[str, str], *, config_files: Sequence[str] =
 
 
 def values_of(hyperparameters: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of a script's hyperparameters, which ``to_argv`` returns as text.
+    """Return the values of a script's hyperparameters as objects; ``to_argv`` returns them as text.
 
     Args:
         hyperparameters: Keys and undecoded values; keys meant for the toolkit are dropped.
@@ -110,7 +110,7 @@ def values_of(hyperparameters: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _of_script(hyperparameters: Mapping[str, str]) -> tuple[dict[str, str], bool]:
-    """Return the texts of a script's hyperparameters, and whether rule 1 of this module applies."""
+    """Return a script's hyperparameters as text, and whether rule 1 at the top of this module applies."""
     kept = {key: value for key, value in hyperparameters.items() if not is_for_toolkit(key)}
     is_json = is_tuned(hyperparameters) or all(_json(value) is not _NOT_JSON for value in kept.values())
     return kept, is_json
@@ -120,7 +120,7 @@ def encode(config: Mapping[str, Any]) -> dict[str, str]:
     """Convert a configuration to hyperparameters from which ``to_argv`` restores it.
 
     Use it with the generic Estimator and ``ModelTrainer``, which pass strings on unchanged. Framework estimators encode
-    values themselves, so pass them the values instead. Add nothing to the result, because a single value that is not
+    values themselves, so pass them the values instead. Do not add to the result, because a single value that is not
     JSON would turn the quotes around all other values into text (rule 1 above).
 
     A nested dict remains one JSON value: only the script's parser can tell whether ``{"data": {"size": 3}}`` is a group
@@ -128,10 +128,10 @@ def encode(config: Mapping[str, Any]) -> dict[str, str]:
     Write ``{"data.size": 3}`` for options that belong to no class, or to keep one value tunable.
 
     Args:
-        config: Values of JSON's types by option name, dotted or nested.
+        config: JSON-compatible values by option name, dotted or nested.
 
     Raises:
-        HyperparameterError: A key cannot be an option, or a value has no JSON form or is too long in JSON.
+        HyperparameterError: A key cannot be an option, or a value cannot be converted to JSON or is too long in JSON.
     """
     encoded: dict[str, str] = {}
     for key, value in config.items():
@@ -139,7 +139,7 @@ def encode(config: Mapping[str, Any]) -> dict[str, str]:
         try:
             encoded[key] = json.dumps(value)
         except (TypeError, ValueError, RecursionError) as error:
-            msg = f"Hyperparameter {key!r} is {shown(key, value)!r}, which has no JSON form ({error})."
+            msg = f"Hyperparameter {key!r} is {shown(key, value)!r}, which cannot be converted to JSON ({error})."
             raise HyperparameterError(msg) from error
         if len(encoded[key]) > _MAX_VALUE_LENGTH:
             msg = (
@@ -179,7 +179,7 @@ def unquoted(text: str | None) -> str | None:
 
 
 def toolkit_value(text: str) -> Any:
-    """Decode a hyperparameter for the toolkit: framework estimators write JSON, others Python literals.
+    """Decode a hyperparameter meant for the toolkit: framework estimators write JSON, others write Python literals.
 
     Args:
         text: The undecoded value.
@@ -201,7 +201,7 @@ def _json(text: str) -> Any:
 
 
 def _python_container(text: str) -> Any:
-    """Return the list, tuple or dict that a text contains in Python's notation, or None if there is none."""
+    """Return the list, tuple or dict that a text represents in Python's notation, or None if it represents none."""
     if not text.startswith(("[", "{", "(")):
         return None
     try:
@@ -227,7 +227,7 @@ def _as_yaml(text: str, *, is_json: bool) -> str:
         return text
     try:
         return _dump(container)
-    except (TypeError, RecursionError):  # a configuration has no sets or bytes and is never this deep: this is text
+    except (TypeError, RecursionError):  # a configuration has no sets or bytes and is never this deep, so it is text
         return text
 
 
@@ -245,7 +245,7 @@ def _value(text: str, *, is_json: bool) -> Any:
 
 
 def _dump(value: Any) -> str:
-    """Return JSON that YAML reads as the same value; with nan and some characters, ``json.dumps`` does not."""
+    """Return JSON that YAML reads as the same value, unlike that of ``json.dumps`` for nan and some characters."""
     if isinstance(value, dict):
         texts = {key if isinstance(key, str) else json.dumps(key): _dump(item) for key, item in value.items()}
         return "{" + ", ".join(f"{_dump(key)}: {text}" for key, text in texts.items()) + "}"
@@ -260,7 +260,7 @@ def _dump(value: Any) -> str:
 
 
 def _paths(config: str) -> list[str]:
-    """Return the paths in the text of the ``config`` key; text that is not a list is one path or an inline config."""
+    """Return the paths that the ``config`` key holds; text that is not a list is one path or an inline config."""
     paths = _json(config)
     if paths is None:
         return []
@@ -279,7 +279,7 @@ def check_name(key: str) -> None:
         key: The name.
 
     Raises:
-        HyperparameterError: The name is empty, begins with a dash, or has an equals sign or a space.
+        HyperparameterError: The name is empty, begins with a dash, or contains an equals sign or a space.
     """
     if not key or key.startswith("-") or re.search(r"[\s=]", key):
         msg = f"Hyperparameter {key!r} cannot be an option: its name is empty, begins with '-', or has '=' or a space."

@@ -25,7 +25,7 @@ _G_SIZES = {
     "24xlarge": 4,
     "48xlarge": 8,
 }
-# GPUs by family and size. Types that are not listed are unknown rather than wrong, since new ones appear every year.
+# GPUs by family and size. Types that are not listed count as unknown, since new ones appear every year.
 _GPUS = {
     "g4dn": _G_SIZES,
     "g5": _G_SIZES,
@@ -54,7 +54,7 @@ def has_gpus(instance_type: str | None) -> bool:
 
 
 def num_vcpus(instance_type: str | None) -> int | None:
-    """Return the number of vCPUs of an instance, derived from its size, or None if the size is unknown."""
+    """Return an instance's number of vCPUs, derived from its size, or None if the size is unknown."""
     if _family(instance_type) is None:
         return None
     size = (instance_type or "").rpartition(".")[2]
@@ -65,7 +65,7 @@ def num_vcpus(instance_type: str | None) -> int | None:
 
 
 def num_gpus(instance_type: str | None) -> int | None:
-    """Return the number of GPUs of an instance: 0 for CPU families, None for types that are not listed."""
+    """Return an instance's number of GPUs: 0 for CPU families, None for types that are not listed."""
     if is_accelerated(instance_type) is False:
         return 0
     family, _, size = (instance_type or "").removeprefix("ml.").partition(".")

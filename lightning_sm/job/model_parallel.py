@@ -1,7 +1,7 @@
 """The strategy that replaces SageMaker's model parallel library, configured by the SDK's ``distribution={...}``.
 
 ``distribution={"smdistributed": {"modelparallel": {"enabled": True, "parameters": {...}}}}`` reaches the job as the
-hyperparameter ``mp_parameters``. No image with a supported torch contains the library (SMP v1).
+hyperparameter ``mp_parameters``. No image with a supported torch version contains the library (SMP v1).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from lightning_sm.job.hyperparameters import toolkit_value
 _HYPERPARAMETER = "mp_parameters"
 
 _SCHEDULES = {"interleaved": "1f1b", "simple": "gpipe"}
-# Orders of data (D), pipeline (P) and tensor (T) parallelism; the ranks of the last letter are neighbours.
+# Orders of data (D), pipeline (P) and tensor (T) parallelism; ranks that differ only in the last one are neighbours.
 _PLACEMENTS = {
     **dict.fromkeys(("cluster", "DPT", "DTP", "TDP"), "cluster"),
     **dict.fromkeys(("spread", "PDT", "PTD", "TPD"), "spread"),
 }
-# For each parameter, the only accepted value, and what to do instead of using another value.
+# For each parameter, the only accepted value, and what to do instead of setting another one.
 _ACCEPTED: Mapping[str, tuple[Any, str]] = {
     "auto_partition": (
         True,
-        "Instead of smp.partition, list the layers that begin a stage: split of PipelineParallelStrategy",
+        "Instead of smp.partition, use PipelineParallelStrategy's split to list the layers that begin a stage",
     ),
-    "load_partition": (False, "List the layers that begin a stage: split of PipelineParallelStrategy"),
+    "load_partition": (False, "Use PipelineParallelStrategy's split to list the layers that begin a stage"),
     "horovod": (False, "Set ddp to true instead"),
     "fp16": (False, "Set trainer.precision to bf16-mixed or bf16-true instead"),
     "fp16_params": (False, "Set trainer.precision to bf16-true instead"),
     "bf16": (False, "Set trainer.precision to bf16-true instead"),
-    "offload_activations": (False, "Call layers by torch.utils.checkpoint instead"),
+    "offload_activations": (False, "Call layers through torch.utils.checkpoint instead"),
     "delayed_parameter_initialization": (False, "Build the network under torch.device('meta') instead"),
     "shard_optimizer_state": (
         False,
@@ -47,7 +47,7 @@ _ACCEPTED: Mapping[str, tuple[Any, str]] = {
     "sharded_data_parallel_degree": (1, "Use strategy=fsdp or ModelParallelStrategy"),
     "active_microbatches": (
         None,
-        "Remove it: pipeline=interleaved holds the activations of one microbatch for each partition, simple of all",
+        "Remove it: pipeline=interleaved holds activations of one microbatch per partition; simple holds those of all",
     ),
 }
 # Parameters that have no effect here, whatever their value.
@@ -89,7 +89,7 @@ class ModelParallelism:
         asked: The parameters of ``modelparallel``.
         strategy: The strategy; "ddp" if the model is not split.
         options: Arguments of ``PipelineParallelStrategy``; empty for "ddp".
-        ranks: Number of processes for one replica of the model.
+        ranks: Number of processes per replica of the model.
         has_replicas: Whether there may be several replicas.
     """
 
@@ -111,7 +111,7 @@ class ModelParallelism:
         return f"distribution={{...}} asks for smdistributed.modelparallel ({asked})"
 
     def check_world_size(self, world_size: int) -> None:
-        """Check the number of training processes.
+        """Check that the training processes form whole replicas of the model.
 
         Args:
             world_size: Number of training processes.

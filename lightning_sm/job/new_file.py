@@ -9,7 +9,7 @@ from lightning_sm.errors import OutputDirectoryError
 
 
 def write_new(file: Path, text: str) -> None:
-    """Write a file that must not exist.
+    """Write a new file, never replacing an existing one.
 
     Raises:
         OutputDirectoryError: The file exists or cannot be written.
@@ -20,7 +20,7 @@ def write_new(file: Path, text: str) -> None:
             new.write(content)
     except UnicodeEncodeError as error:
         name = error.object[max(0, error.start - 20) : error.end]
-        raise OutputDirectoryError(f"{file} cannot be written: {name!r} is not text. Rename that file.") from error
+        raise OutputDirectoryError(f"{file} cannot be written: {name!r} is not UTF-8. Rename that file.") from error
     except FileExistsError:
         raise OutputDirectoryError(f"{file} already exists. Remove it, or choose another file.") from None
     except OSError as error:
@@ -28,7 +28,7 @@ def write_new(file: Path, text: str) -> None:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write or replace a file atomically (readers see the old or the new one); create its folder if necessary.
+    """Write or replace a file atomically (readers see either the old or the new one); create its folder if necessary.
 
     Raises:
         OutputDirectoryError: The file cannot be written.

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 from enum import Enum
 
-# Lightning exits with 0 after an interruption, and SageMaker would report the job as "Completed".
+# Lightning alone would exit with 0 after an interruption, and SageMaker would report the job as "Completed".
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGTERM
 # SageMaker shows this many characters of a failure. In any alphabet, they fit into one message between launchers.
 MAX_REASON_CHARS = 1024
@@ -15,7 +15,7 @@ _LOST_EXIT_CODE = 1
 
 
 class OutcomeKind(Enum):
-    """The kind of outcome of a script or of the whole job. Launchers act on the kind, never on the reason."""
+    """The kind of a script's or the whole job's outcome. Launchers act on the kind, never on the reason."""
 
     SUCCESS = "success"
     FAILURE = "failure"
@@ -25,7 +25,7 @@ class OutcomeKind(Enum):
 
     @classmethod
     def of_exit_code(cls, exit_code: int) -> OutcomeKind:
-        """Return the kind that an exit code alone implies."""
+        """Return the kind implied by an exit code alone."""
         if exit_code == INTERRUPTED_EXIT_CODE:
             return cls.INTERRUPTION
         return cls.FAILURE if exit_code else cls.SUCCESS
@@ -36,7 +36,7 @@ class Reason:
     """The reason for a script's failure, for messages.
 
     Attributes:
-        text: The reason, with the most important words first; cut at 1024 characters.
+        text: The reason, with the most important words first; truncated to 1024 characters.
         headline: The reason in one line, for logs. Defaults to the first two lines, which are the error and its place.
     """
 
@@ -68,7 +68,7 @@ class Outcome:
 
     @classmethod
     def of_exit_code(cls, exit_code: int, reason: Reason | str = "", *, may_restart: bool = False) -> Outcome:
-        """Return an outcome whose kind the exit code implies."""
+        """Return an outcome of the kind implied by the exit code."""
         reason = Reason(reason) if isinstance(reason, str) else reason
         return cls(OutcomeKind.of_exit_code(exit_code), exit_code, reason, may_restart)
 

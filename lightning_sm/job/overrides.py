@@ -1,4 +1,4 @@
-"""The conversion of hyperparameters to the command line of a Hydra script: ``name=value``, in Hydra's grammar."""
+"""Conversion of hyperparameters to a Hydra script's command line: ``name=value``, in Hydra's grammar."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.hyperparameters import check_name, values_of
 
-# Options of Hydra, which are not overrides.
+# Hydra's own options, which are not overrides.
 _OPTIONS = ("config-dir", "config-name", "config-path")
 # Text that needs no quotes. All other text is quoted: a comma would start a sweep, a brace a dict.
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*", re.ASCII)
@@ -25,13 +25,13 @@ def to_overrides(hyperparameters: Mapping[str, str]) -> list[str]:
 
     Args:
         hyperparameters: Names and undecoded values. A name may begin with ``+`` or ``++``, which add keys that the
-            configuration lacks. ``config-name``, ``config-dir`` and ``config-path`` become options of Hydra.
+            configuration lacks. ``config-name``, ``config-dir`` and ``config-path`` become Hydra's own options.
 
     Returns:
         For example ``["--config-name=gpu", "trainer.max_epochs=3"]``.
 
     Raises:
-        HyperparameterError: A name or a value has no form in Hydra's grammar.
+        HyperparameterError: A name or a value cannot be expressed in Hydra's grammar.
 
     Source:
         Hydra 1.3, "Extended Override syntax", and ``OverrideLexer.g4``.
@@ -69,7 +69,7 @@ def _text(name: str, text: str) -> str:
     if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
         return text
     if _IMPOSSIBLE.search(text):
-        raise HyperparameterError(f"Hyperparameter {name!r} contains NUL or a lone surrogate, which no argument can.")
+        raise HyperparameterError(f"Hyperparameter {name!r}: an argument cannot contain NUL or lone surrogates.")
     return f"'{_QUOTE_OR_END.sub(_escaped, text)}'"
 
 

@@ -27,12 +27,12 @@ RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
 )
-# Marks ranks that ``lightning-sm train`` started. A torchrun that the script starts replaces it with another id.
+# Marks ranks that ``lightning-sm train`` started. A torchrun that the script starts replaces it with its own id.
 _RUN_ID = "lightning-sm"
 
 
 class RankStarter(Enum):
-    """The program that starts the processes of a host."""
+    """The program that starts a host's processes."""
 
     PLAIN = "one process per host"
     LIGHTNING = "a local rank that Lightning started"
@@ -43,14 +43,14 @@ class RankStarter(Enum):
 
 @dataclass(frozen=True)
 class RankStart:
-    """The start of one process.
+    """How one process was started, and the ranks that it was assigned.
 
     Attributes:
         launcher: The program that started the process.
         local_rank: Position of the process on its host.
         node_rank: Position of the host according to the launcher; None if only the topology determines it.
         devices: Number of processes on each host; None if Lightning decides.
-        world_size: Number of all processes; None if Lightning decides.
+        world_size: Total number of processes; None if Lightning decides.
         main_address: Address of rank 0, if the launcher chose it.
         main_port: Port of rank 0, if the launcher chose it.
     """
@@ -69,11 +69,11 @@ class RankStart:
 
         Args:
             env: Environment variables.
-            parent_pid: Process id of the parent of this process.
+            parent_pid: Process id of this process's parent.
 
         Raises:
             TopologyError: A launcher started this process, but a variable that it always sets is missing or not a
-                number.
+                number, or mpirun did not number each host's ranks consecutively.
 
         Source:
             torchrun: PyTorch documentation, "torchrun (Elastic Launch)", environment variables. Open MPI 4:
@@ -98,8 +98,7 @@ class RankStart:
             node_rank=_number(env, "GROUP_RANK", starter.value),
             devices=_number(env, "LOCAL_WORLD_SIZE", starter.value),
             world_size=_number(env, "WORLD_SIZE", starter.value),
-            # torchrun chooses address and port, and its agent already listens there. Our launcher uses those of the
-            # job.
+            # torchrun chooses the address and port, where its agent already listens. Our launcher uses the job's.
             main_address=None if is_ours else env.get("MASTER_ADDR"),
             main_port=None if is_ours else _number(env, "MASTER_PORT", starter.value),
         )
@@ -121,7 +120,7 @@ class RankStart:
 
 
 def host_variables(job: SageMakerJob, topology: Topology) -> dict[str, str]:
-    """Return the variables of a trainer host for scripts that create their process group themselves.
+    """Return a trainer host's variables, for scripts that create their process group themselves.
 
     ``LightningEnvironment`` detects a cluster by the same variables. If the number of processes per host is unknown, no
     other rank variables may be set: with ``LOCAL_RANK``, Lightning would start no local ranks, and with ``RANK``, all
@@ -168,7 +167,7 @@ def stray_variables(
     Args:
         env: Environment variables.
         launch: How this process was started.
-        of_host: The result of ``host_variables`` for this host; variables with these values are not strays.
+        of_host: The result of ``host_variables`` for this host; variables with these values are not stray.
     """
     if launch.launcher in (RankStarter.TORCHRUN, RankStarter.LIGHTNING, RankStarter.LAUNCHER):
         return ()

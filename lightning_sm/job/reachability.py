@@ -50,7 +50,7 @@ def wait_for_host(
         timeout_s: Maximum wait in seconds.
         is_reporter: Whether this process logs a line for each attempt. One process per host is enough.
         is_known: Returns whether an address resolves.
-        pause: Sleeps for a number of seconds; polling is necessary, because nothing announces a new name.
+        pause: Sleeps for the given number of seconds; polling is necessary, because nothing announces a new name.
 
     Raises:
         HostResolutionError: The name did not resolve in time.
@@ -62,7 +62,7 @@ def wait_for_host(
         if remaining_s <= 0:
             raise HostResolutionError(
                 f"The name of the main host {host!r} did not resolve within {timeout_s:.0f} s. If hosts may start "
-                "later than that, raise SageMakerEnvironment(resolve_timeout_s=...)."
+                "later than that, increase SageMakerEnvironment(resolve_timeout_s=...)."
             )
         if is_reporter:
             logger.info("Waiting for the name of the main host %s to resolve (timeout in %.0f s).", host, remaining_s)
@@ -79,7 +79,7 @@ def check_port_is_free(port: int, host: str, listener: str = "rank 0") -> None:
         listener: Name of the listener, for the error message.
 
     Raises:
-        PortInUseError: Another process listens on the port, or this process may not listen on it.
+        PortInUseError: Another process listens on the port, or this process is not allowed to listen on it.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,12 +1,12 @@
-"""The redaction of options, hyperparameters and variables, which hides values that are secret by name or by form.
+"""Redaction of options, hyperparameters and variables, which hides values that are secret by name or by form.
 
 A name is secret if one of its dotted parts ends in a secret word (``trainer.logger.init_args.api_key``, ``HF_TOKEN``,
 ``db-password``), or contains one that has no other meaning (``secrets.hub``, ``my_secret_name``). Other names
 are not secret: ``tokenizer``, ``num_tokens`` and ``token_dim`` end in other words, ``eos_token`` and similar names
 denote a piece of a vocabulary, and ``image_key`` and ``sort_key`` denote an entry in a mapping.
 
-A value is secret by its form, whatever its name: ``//user:password@host``, ``Bearer ...``, the signature in a URL. Any
-other secret without such a name is shown, for example among positional arguments.
+Some values are secret by their form, whatever their name: ``//user:password@host``, ``Bearer ...``, the signature in a
+URL. A secret that has neither such a name nor such a form is shown, for example among positional arguments.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 
-# Words that make a following "key" or "tokens" secret. Without them, a key may be the key of a mapping.
+# Words that make a following "key" or "tokens" secret. Without one of them, a key may be that of a mapping.
 _OPENING = (
     "access|account|admin|api|app|auth|client|consumer|decryption|deploy|encryption|gcp|gpg|hf|hmac|hub|kaggle|"
     "license|master|openai|pgp|private|refresh|rsa|secret|service|session|signing|ssh|storage|subscription|wandb"
 )
-# Endings that make a part of a name secret; the words of the part are joined in lower case.
+# Endings that make a part of a name secret; the part's words are first joined in lower case.
 _SAYS_SECRET = re.compile(
     r"(?:token|authorization|connectionstring|(?:secret|password|passwd|passphrase|credential|webhook|"
     rf"(?:{_OPENING})(?:key|token))s?)\Z"
 )
-# Words that make a name secret anywhere in a part, unless the part counts them ("passwords_per_second").
+# Words that make a name secret wherever they occur in a part, unless the part counts them ("passwords_per_second").
 _ALWAYS_SECRET = frozenset(
     [
         "secret",
@@ -46,11 +46,11 @@ _ALWAYS_SECRET = frozenset(
         "webhooks",
     ]
 )
-# Short words that make a name secret only at the end: "pin_memory" and "auth_type" are not.
+# Short words that make a name secret only at the end: "pin_memory" and "auth_type" are not secret.
 _SECRET_AT_THE_END = frozenset(["pw", "pwd", "jwt", "dsn", "cookie", "cookies", "bearer", "pin", "pat", "auth"])
 # Words that may follow a secret name.
 _FORMS_OF_VALUES = frozenset(["value", "values", "header", "string", "text", "json", "pem", "raw", "hex"])
-# Words before "token" in the names of special tokens and of counts.
+# Words that precede "token" in the names of special tokens and of counts.
 _OTHER_TOKENS = frozenset(
     {"bos", "cls", "eos", "mask", "max", "min", "num", "pad", "per", "sep", "special", "unk", "unknown"}
 )
@@ -90,7 +90,7 @@ def shown(name: str, value: Any, hidden: str | None = HIDDEN) -> Any:
 
     Args:
         name: Name of the option, hyperparameter, field or variable; empty for a value without a name.
-        value: Text, or the value itself.
+        value: The value, or its text.
         hidden: The replacement for secrets.
 
     Returns:
@@ -102,7 +102,7 @@ def shown(name: str, value: Any, hidden: str | None = HIDDEN) -> Any:
     if isinstance(value, str):
         return _shown_text(value, hidden)
     if isinstance(value, Mapping):
-        # AWS represents tags and variables as pairs, in which the secret name is another value.
+        # AWS represents tags and variables as pairs, in which the name of the secret is itself a value.
         named = {"Value": str(value.get("Key", value.get("Name", "")))} if "Value" in value else {}
         return {key: shown(named.get(key, str(key)), item, hidden) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -113,7 +113,7 @@ def shown(name: str, value: Any, hidden: str | None = HIDDEN) -> Any:
 
 
 def shown_beginning(text: str) -> str:
-    """Return a text that another program wrote, up to the first secret that it gives; the rest is ``HIDDEN``."""
+    """Return another program's text up to the first named secret in it; ``HIDDEN`` replaces the rest."""
     masked = _masked(text)
     begin = _secret_begin(masked)
     return masked if begin is None else masked[:begin] + HIDDEN
@@ -123,7 +123,7 @@ def shown_arguments(arguments: Sequence[str], hidden: str | None = HIDDEN) -> li
     """Return a command line with its secrets hidden.
 
     Args:
-        arguments: The words: ``--name=value``, ``--name value``, ``name=value`` and others.
+        arguments: The words of the command line: ``--name=value``, ``--name value``, ``name=value`` and others.
         hidden: The replacement for secrets.
     """
     words: list[Any] = []
@@ -187,7 +187,7 @@ def _masked(text: str) -> str:
 
 
 def _secret_begin(masked: str) -> int | None:
-    """Return where a text first gives the value of a secret name, at the name, or None."""
+    """Return the position of the first secret name that has a value in a text, or None."""
     given = _GIVEN.finditer(masked)
     return next((match.start() for match in given if is_secret(match["name"] or match["option"])), None)
 

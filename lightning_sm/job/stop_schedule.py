@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_sm.job.variables import STOP_SCHEDULE
 
-# Asks a training script to save a checkpoint and exit. Not SIGTERM, for which Lightning makes a collective call that
+# Asks a training script to save a checkpoint and exit. On SIGTERM, Lightning would instead make a collective call that
 # deadlocks unless all ranks get the signal at the same moment (Lightning issue 20806).
 GENTLE_SIGNAL = signal.SIGUSR2
 
@@ -33,6 +33,6 @@ class StopSchedule:
         """Read ``LIGHTNING_SM_STOP_SCHEDULE``.
 
         Raises:
-            JobConfigError: The value is not two numbers in ascending order.
+            JobConfigError: The value is not two numbers in nondecreasing order, or the second exceeds 112.
         """
         return cls(*STOP_SCHEDULE.read(env))

@@ -1,7 +1,7 @@
 """The layout of a job: roles, ranks, main host and ports, computed identically on every host.
 
 Pure logic over the facts of a job. The service assigns hosts to groups at random and does not sort the hosts of a
-group, so every number here comes from one list: the sorted hosts of all training groups.
+group, so all ranks come from one list: the sorted hosts of all training groups.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ class Topology:
 
     @classmethod
     def from_job(cls, job: SageMakerJob, *, data_groups: Sequence[str] | None = None) -> Topology:
-        """Apply the rules to a job.
+        """Derive the layout from the facts of a job.
 
         Args:
-            job: The facts.
-            data_groups: Names of the groups that serve data. Defaults to ``job.data_groups``. If that is None, too,
-                groups whose name starts with "data" serve data; else CPU-only groups if another group has accelerators;
+            job: The facts of the job.
+            data_groups: Names of the groups that serve data. Defaults to ``job.data_groups``. If that is also None,
+                groups whose names start with "data" serve data; else CPU-only groups if another group has accelerators;
                 else none, and every host trains.
 
         Raises:
             TopologyError: A named group does not exist, no group trains, or training hosts have different
-                accelerators; the message includes the table of groups.
+                numbers of GPUs; the message includes the table of groups.
         """
         names = _data_group_names(job, data_groups if data_groups is not None else job.data_groups)
         training = [group for group in job.groups if group.name not in names]
@@ -105,7 +105,7 @@ class Topology:
 
     @property
     def peers_port(self) -> int:
-        """Port on which the main host's launcher accepts the job's other launchers."""
+        """Port on which the main host's launcher accepts connections from the job's other launchers."""
         port = self.main_port - _PEERS_BELOW_MAIN
         return port if port >= _FIRST_UNPRIVILEGED_PORT else self.main_port + _PEERS_BELOW_MAIN
 

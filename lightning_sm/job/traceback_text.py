@@ -1,4 +1,4 @@
-"""A parser of exceptions as Python prints them, on stderr and in messages passed between processes. Pure logic."""
+"""A parser for exceptions as Python prints them, on stderr and in messages passed between processes. Pure logic."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PrintedException:
     Attributes:
         lines: Type and message.
         frames: The frames, innermost last: ``File "train.py", line 3, in main: code``.
-        rank: The rank that printed the exception; None if the lines have no rank.
+        rank: The rank that printed the exception; None if the lines are not marked with a rank.
     """
 
     lines: tuple[str, ...]
@@ -41,23 +41,23 @@ class PrintedException:
 
 
 def frame(file: str, line: int | str, name: str | None, code: str | None) -> str:
-    """Return a frame as one line."""
+    """Format a stack frame as one line."""
     return f'File "{file}", line {line}' + (f", in {name}" if name else "") + (f": {code}" if code else "")
 
 
 def lines_of(text: str) -> list[str]:
-    """Split a text at line feeds and carriage returns, without colours and trailing spaces."""
+    """Split a text at line feeds and carriage returns, and remove colours and trailing spaces."""
     return [line.rstrip() for line in ANSI.sub("", text).replace("\r", "\n").split("\n")]
 
 
 def rank_of(line: str) -> int | None:
-    """Return the rank that marks a line, or None."""
+    """Return the rank in a line's prefix, or None if there is none."""
     mark = RANK.match(line)
     return None if mark is None else int(mark.group(1))
 
 
 def last_exception(lines: Sequence[str]) -> PrintedException | None:
-    """Return the last exception in a text that ends with its message, or None if there is no traceback."""
+    """Return a text's last exception, or None if there is none; everything after its frames counts as its message."""
     start = _last_start(lines)
     if start is None:
         return None

@@ -16,7 +16,7 @@ UPLOADED = ".sagemaker-uploaded"
 
 
 def is_ignored(name: str) -> bool:
-    """Return whether the agent ignores files of this name: unfinished files, and the agent's markers."""
+    """Return whether the agent ignores files with this name: unfinished files, and the agent's markers."""
     return name.endswith((IGNORED, UPLOADING, UPLOADED))
 
 
@@ -38,7 +38,7 @@ def marker_of(file: Path, ending: str) -> Path:
 
 
 def is_uploaded(file: Path) -> bool:
-    """Return whether the agent has uploaded this version of a file, not just an earlier one of the same name."""
+    """Return whether the agent has uploaded this version of a file, not just an earlier one with the same name."""
     try:
         # An earlier version's marker is older than the file. Do not compare st_ctime, which hard links change.
         return marker_of(file, UPLOADED).stat().st_mtime_ns >= file.stat().st_mtime_ns

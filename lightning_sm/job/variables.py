@@ -1,7 +1,7 @@
 """The environment variables of lightning_sm: their names, meanings, defaults and parsers.
 
-Only this module contains the names; other modules call ``MAIN_PORT.read(env)``. ``lightning-sm doctor`` reads all
-variables, and the reference pages list them.
+Only this module contains the names; other modules call ``read``, as in ``MAIN_PORT.read(env)``. ``lightning-sm doctor``
+reads all variables, and the reference pages list them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Setting(Generic[_Value]):
 
     Attributes:
         name: Name of the variable.
-        parse: Converts the text to a value. The message of its ValueError states which text is expected.
+        parse: Converts the text to a value. Its ``ValueError`` message states what text is expected.
         default: The value if the variable is unset or empty.
         default_text: The default in words.
         meaning: The meaning of the variable, in one sentence.
-        is_internal: Whether only processes of this package set the variable, for the processes that they start.
-        accepts_empty: Whether an empty text is a value rather than the default.
+        is_internal: Whether only this package's processes set the variable, for processes that they start.
+        accepts_empty: Whether empty text is itself a value, instead of meaning the default.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Model(Enum):
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers within inclusive bounds."""
+    """Return a parser for whole numbers within inclusive bounds."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
@@ -109,7 +109,7 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    # Python's waits and timers take at most 292 years.
+    # Python's waits and timers accept at most 292 years.
     if not 0 <= value <= threading.TIMEOUT_MAX:
         raise ValueError("expected a number of seconds, 0 or more")
     return value
@@ -163,7 +163,7 @@ def _one_of(kind: type[_Kind], expected: str) -> Callable[[str], _Kind]:
 
 
 def _mapping(kind: type[_Value], expected: str) -> Callable[[str], _Value]:
-    """Return a parser of JSON objects."""
+    """Return a parser for JSON objects."""
 
     def parse(text: str) -> _Value:
         try:
@@ -312,8 +312,8 @@ CONTROL_DIR = Setting[Path | None](
     parse=Path,
     default=None,
     default_text="no launcher",
-    meaning="Folder in which training processes report their progress to the launcher, and that they save a checkpoint "
-    "on SIGUSR2.",
+    meaning="Folder in which training processes report their progress to the launcher, and show that they save a "
+    "checkpoint on SIGUSR2.",
     is_internal=True,
 )
 RANK_ZERO_PID = Setting[int | None](
@@ -329,7 +329,7 @@ HOST_FOLDER = Setting[Path | None](
     parse=Path,
     default=None,
     default_text="no emulated host",
-    meaning="Folder that the processes of an emulated host see in place of /opt/ml, by its path outside of the host.",
+    meaning="Folder that the processes of an emulated host see in place of /opt/ml, as a path outside the host.",
     is_internal=True,
 )
 RECORD_DIR = Setting[Path | None](
@@ -365,7 +365,7 @@ def misspelled(env: Mapping[str, str]) -> dict[str, str]:
     """Find variables that nothing reads but whose names are similar to a setting's.
 
     Returns:
-        The name that was probably intended, by the name that is set.
+        The name that was probably intended, for each such name that is set.
     """
     known = {setting.name for setting in SETTINGS}
     # Compare without the prefix, which would make any two names similar.

@@ -1,4 +1,4 @@
-"""The user's YAML or JSON files of names and values."""
+"""The user's YAML or JSON files that map names to values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_sm.errors import JobConfigError
 
 
 def read_mapping(file: Path, what: str, example: str = "") -> dict[str, Any]:
-    """Read a YAML or JSON file whose keys are names.
+    """Read a YAML or JSON file that maps names to values.
 
     Args:
         file: The file.

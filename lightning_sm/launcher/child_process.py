@@ -1,4 +1,4 @@
-"""The runner of a host's commands, which forwards signals to them and leaves no process behind."""
+"""A runner for a host's commands, which forwards signals to them and leaves no processes behind."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ _LOG = command_logger(__name__)
 
 # Holds the tracebacks of 8 local ranks with deep stacks; SageMaker shows 1024 characters of them.
 _TAIL_BYTES = 64 * 1024
-# Time between two log lines that name the ranks still running.
+# Time between log lines that name the ranks still running.
 _LOG_S = 60.0
 _POLL_S = 0.05
-# Time between two checks of a running command.
+# Time between checks of a running command.
 _LOOK_S = 0.1
 
 
 def ignore_signals() -> None:
-    """Ignore SIGTERM and SIGINT: Python restores their defaults at exit, so a late one would kill the process."""
+    """Ignore SIGTERM and SIGINT: Python restores the default actions at exit, so a late one would kill the process."""
     if threading.current_thread() is threading.main_thread():
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
 
 
 class ChildProcess:
-    """A runner of one command at a time, which puts each process into a new group and keeps the end of stderr.
+    """A runner for one command at a time, which puts each process into a new group and keeps the end of stderr.
 
-    Only the main thread sends signals to a command, between two checks of it. Signal handlers only note the signal.
+    Only the main thread sends signals to a command, and only between checks. Signal handlers only note the signal.
 
     Args:
-        schedule: When to send which signal to the command, after this process was told to stop.
+        schedule: Which signals to send to the command, and when, after this process is told to stop.
         control: The folder in which processes of the command announce themselves.
 
     Attributes:
         stopped_by: The last signal that told this process to stop; None if there was none.
-        stopped_at: When the first such signal arrived, in seconds of ``time.monotonic``.
+        stopped_at: When the first such signal arrived, as a value of ``time.monotonic()``; None if there was none.
         has_late_signal: Whether a signal arrived after a command had exited.
         is_ending: Whether ``end`` was called for the command, or for good.
         was_late: Whether the last command exceeded its time limit and was terminated.
-        was_killed: Whether the schedule killed the last command, because it had not exited after a stop.
+        was_killed: Whether the schedule killed the last command, because it had not exited after a stop signal.
         failed: The process that failed first, if the last command failed.
         on_look: Called periodically while a command runs.
         on_kill_is_near: Called shortly before the schedule sends SIGKILL.
@@ -100,13 +100,13 @@ class ChildProcess:
         return bytes(self._tail).decode("utf-8", errors="replace")
 
     def listen(self) -> None:
-        """Install signal handlers; from now on, forward signals to the command.
+        """Install signal handlers, which forward signals to the command from now on.
 
-        If a process saves a checkpoint on its signal, the stop schedule applies. A second Ctrl-C (SIGINT) is forwarded
-        at once.
+        If a process can save a checkpoint when told to stop, the stop schedule applies. A second Ctrl-C (SIGINT) is
+        forwarded at once.
         """
         # Install the handlers before a command starts, so that an early signal reaches it and does not kill the
-        # launcher. Keep them: a late signal must neither replace the exit code nor prevent the failure file.
+        # launcher. Keep them: a late signal must neither change the exit code nor interrupt writing the failure file.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._note_signal)
             signal.signal(signal.SIGINT, self._note_signal)
@@ -160,7 +160,7 @@ class ChildProcess:
         self._has_exited = True
         self._end_leftovers(timeline.LEFTOVERS_GRACE_S if exit_code == 0 else 0.0)
         self._groups.clear()
-        pipe.end_when_empty()  # a process that left the group may keep it open
+        pipe.end_when_empty()  # a process that has left the group may keep the pipe open
         copier.join(timeout=self._drain_s())
         return exit_code
 
@@ -260,8 +260,8 @@ class ChildProcess:
             self._send(signal.SIGINT)
         if self.is_ending and not self._is_end_planned:
             self._is_end_planned = True
-            # Without this mark, a rank would respond to SIGTERM by saving a checkpoint together with ranks that are
-            # gone.
+            # Without this mark, a rank would respond to SIGTERM by saving a checkpoint together with ranks that have
+            # exited.
             self._control.say_peers_gone()
             kill_at = now + timeline.END_GRACE_S
             self._plan += [(now, partial(self._send, signal.SIGTERM)), (kill_at, partial(self._send, signal.SIGKILL))]
@@ -288,7 +288,7 @@ class ChildProcess:
                 os.kill(beat.pid, GENTLE_SIGNAL)
 
     def _plan_end_of_ranks(self, now: float) -> None:
-        """Schedule the end of the other ranks if one has failed: they would wait for it in a collective call.
+        """Schedule the termination of the other ranks if one has failed: they would wait for it in a collective call.
 
         A rank that exits with 143 has saved a checkpoint and does not count: the others may still be saving theirs.
         """
@@ -298,7 +298,7 @@ class ChildProcess:
             return
         self._may_end_ranks = False
         how = ending_of(codes[failed] or 0)
-        _LOG.warning("rank %d: %s. Ending the other ranks of this host.", self._ranks[failed], how)
+        _LOG.warning("rank %d: %s. Terminating the other ranks on this host.", self._ranks[failed], how)
         term_at = now + timeline.CONSEQUENCE_S
         kill_at = term_at + timeline.END_GRACE_S
         for at, signum in ((term_at, signal.SIGTERM), (kill_at, signal.SIGKILL)):
@@ -314,7 +314,7 @@ class ChildProcess:
         self._send(signal.SIGKILL)
 
     def announced(self) -> list[Beat]:
-        """Return the last beats of running processes that handle the gentle signal; it would kill any other process."""
+        """Return the last beat of each running descendant that has announced itself in the control folder."""
         beats = self._control.beats()
         if not beats:  # skip the next line, which reads all of /proc: the watchdog calls this every 2 s
             return []
@@ -343,7 +343,7 @@ class ChildProcess:
         return next(filter(None, codes), 0)
 
     def _wait_for_cause(self) -> None:
-        """After the script has failed, wait for local ranks still running if one of them may be the cause."""
+        """Wait for local ranks that still run after the script has failed, if one of them may be the cause."""
         deadline = time.monotonic() + timeline.OWN_CAUSE_S
         while time.monotonic() < deadline and not self._is_told:
             self._look()
@@ -371,11 +371,11 @@ class ChildProcess:
             rank = ranks.get(pid, assigned) if report is None or report.rank < 0 else report.rank
             processes.append(EndedProcess(pid, rank, code, at, report, has_reporter=pid in failures))
         script = self._processes[0].pid if len(self._processes) == 1 else None
-        # Ranks that were told to exit were ended by our signals: only the script's exit code is meaningful then.
+        # Ranks that were told to exit were terminated by our signals, so only the script's exit code is meaningful.
         return first_failure(processes, script, only_exceptions=self._is_told)
 
     def _wait(self) -> int:
-        """Wait for the processes in short intervals, so that signal handlers run, whichever thread got the signal.
+        """Wait for the processes in short steps, so signal handlers run no matter which thread receives the signal.
 
         Meanwhile, note when ranks exit, because Lightning, for example, waits for its ranks without reporting their
         exits.

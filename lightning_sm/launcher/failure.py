@@ -24,7 +24,7 @@ from lightning_sm.launcher.first_failure import EndedProcess
 
 _LOG = command_logger(__name__)
 
-# Exceptions are cut to this length, so that the frame that raised them always fits.
+# Exceptions are truncated to this length, so that the frame that raised them always fits.
 _MAX_EXCEPTION_CHARS = 700
 # Exit code of argparse and jsonargparse for a usage error.
 _USAGE_EXIT_CODE = 2
@@ -85,14 +85,14 @@ def script_failure(
     *,
     stopped_by: int | None = None,
 ) -> ScriptFailure:
-    """Describe why the training script of this host failed.
+    """Describe why this host's training script failed.
 
     Args:
         failed: The process that failed first.
         exit_code: Exit code of the script, used if the exit code of the process is unknown.
-        stderr_tail: The end of the stderr of the script and its local ranks.
+        stderr_tail: The end of what the script and its local ranks wrote to stderr.
         place: This host.
-        stopped_by: The signal that told this host to stop, if there was one.
+        stopped_by: The signal that told this host to stop, if any.
     """
     is_unknown = failed.exited_at is not None and failed.exit_code is None and failed.failure is None
     exit_code = failed.exit_code or exit_code
@@ -150,13 +150,13 @@ def stopped_reason(stopped_by: int, rest: str) -> str:
 
     Args:
         stopped_by: The signal.
-        rest: What happened then, as a sentence.
+        rest: What happened next, as a sentence.
     """
     return f"The job was stopped or interrupted ({signal.Signals(stopped_by).name}). {rest}"
 
 
 def not_started_reason(stopped_by: int | None, doing: str) -> str:
-    """Return the reason that a host reports if it never started its script although nothing failed there.
+    """Return the reason that a host reports if it never started its script, although nothing failed on this host.
 
     Args:
         stopped_by: The signal that told this host to stop; None if the job ended on another host.
@@ -215,7 +215,7 @@ def ending_of(exit_code: int) -> str:
 
 
 def _usage_message(lines: Sequence[str]) -> str:
-    """Return the last usage error and its explanation, which jsonargparse separates by an empty line."""
+    """Return the last usage error and its explanation, which jsonargparse separates with an empty line."""
     errors = [index for index, line in enumerate(lines) if _USAGE_ERROR.match(line)]
     rest = lines[errors[-1] :] if errors else ()
     said = takewhile(lambda line: not (_USAGE.match(line) or START.search(line)), rest)
@@ -230,7 +230,7 @@ def _with_place(
     lines: Sequence[str], frames: Sequence[str], place: Place | None, ending: str, *, is_passed_on: bool = False
 ) -> Reason:
     """Return the exception, where it was raised, and its frames."""
-    # An exception that was passed on already names the data host.
+    # The text of an exception that a data host passed on already names that host.
     is_named = is_passed_on and place is not None and place.role is Role.DATA
     where = ending if is_named else _where(place, ending, "passed on to" if is_passed_on else "on")
     text = shortened("\n".join(lines), _MAX_EXCEPTION_CHARS)

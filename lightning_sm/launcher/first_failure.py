@@ -1,4 +1,4 @@
-"""The choice of the process that failed first when a host's script fails. Rules without I/O."""
+"""Rules, without I/O, for finding the process that failed first when a host's script fails."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 
 @dataclass(frozen=True)
 class EndedProcess:
-    """The script, or a rank that it started.
+    """The script, or one of its ranks.
 
     Attributes:
         pid: Process id.
         rank: Its global rank; -1 if it is not known.
         exit_code: Its exit code; 128 + n if signal n killed it. None if it still runs, or if only its parent knows the
             code.
-        exited_at: When it exited, in seconds of ``time.monotonic``; None if it still runs.
-        failure: Its report of the exception that ended it; None if it reported nothing.
+        exited_at: When it exited, as a value of ``time.monotonic()``; None if it still runs.
+        failure: Its report of the exception that made it fail; None if it reported nothing.
         has_reporter: Whether it reports its exceptions.
     """
 

@@ -1,4 +1,4 @@
-"""The watchdog of a host's training processes, which detects hangs and saves stacks."""
+"""The watchdog for a host's training processes, which detects hangs and saves stacks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from lightning_sm.launcher import timeline
 
 _LOG = command_logger(__name__)
 
-# A step may take much longer than earlier ones, because of another batch size, a disk that spins up, a slow download.
+# A step may take much longer than earlier ones, for example because of a larger batch or a slow download.
 _TIMES_THE_LONGEST = 20.0
-# A compilation or a checkpoint takes minutes, rarely an hour; a file server that does not answer takes days. Phases not
-# listed here may run user code of any duration.
+# Compiling or saving a checkpoint takes minutes, rarely an hour; an unresponsive file server can block for days. Phases
+# not listed here may run user code, which can take any time.
 _LONG_PHASES = (Phase.SETTING_UP_FIT, Phase.STARTING_TRAINING, Phase.FIRST_STEP, Phase.SAVING)
 _TIMES_IN_LONG_PHASES = 10.0
 _POLL_S = 0.05
-# Time between two checks.
+# Time between checks.
 _CHECK_S = 2.0
 
 
 class Watchdog:
     """A detector of hanging processes, without a clock or I/O.
 
-    A process hangs if, in a phase that may not pause (see ``Phase``), it has sent no beat for at least ``least_s`` and
-    at least 20 times the longest interval so far. Until the first step ends, and while a checkpoint is saved, both
-    limits are 10 times as long.
+    A process counts as hanging if, in a phase that may not pause (see ``Phase``), it has sent no beat for at least
+    ``least_s`` and at least 20 times the longest interval so far. Until the first step ends, and while a checkpoint is
+    saved, both limits are 10 times as long.
 
     Args:
         least_s: The shortest silence that counts as a hang, in seconds; 0 turns the watchdog off.
@@ -47,11 +47,11 @@ class Watchdog:
         self._was_hanging = False
 
     def look(self, beats: Callable[[], Sequence[Beat]], now: float) -> Sequence[Beat]:
-        """Return the last beats of all processes if any of them hangs; none otherwise, or if no check is due.
+        """Return the last beat of each process if any of them hangs; otherwise, or if no check is due, return nothing.
 
         Args:
-            beats: Returns the last beats of the running processes.
-            now: The time.
+            beats: Returns the last beat of each running process.
+            now: The current time in seconds, from ``time.monotonic()``.
         """
         if now < self._due_at or math.isinf(self._check_s):
             return ()
@@ -63,11 +63,11 @@ class Watchdog:
         return seen if was_hanging and self._was_hanging else ()
 
     def hanging(self, beats: Sequence[Beat], now: float) -> list[Beat]:
-        """Return the processes that hang.
+        """Return the last beats of the processes that hang.
 
         Args:
-            beats: The last beats of the running processes.
-            now: The time.
+            beats: The last beat of each running process.
+            now: The current time in seconds, from ``time.monotonic()``.
         """
         for beat in beats:
             last = self._last.get(beat.pid)
@@ -88,11 +88,11 @@ def _patience(beat: Beat) -> float:
 
 
 def described(beats: Sequence[Beat], now: float) -> str:
-    """Describe the position of each process, in one line.
+    """Return one line that describes the progress of each process.
 
     Args:
-        beats: The last beats of the processes.
-        now: The time.
+        beats: The last beat of each process.
+        now: The current time in seconds, from ``time.monotonic()``.
     """
     positions = [
         f"{'data host' if beat.rank < 0 else f'rank {beat.rank}'} at step {beat.step}, {beat.doing} "
@@ -103,18 +103,18 @@ def described(beats: Sequence[Beat], now: float) -> str:
 
 
 def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path, limit_s: float) -> list[Path]:
-    """Write the stacks of all threads of some processes to files.
+    """Save the stacks of all threads of the given processes to files.
 
     Args:
         control: The folder into which faulthandler writes the stacks.
-        beats: The last beats of the processes.
+        beats: The last beat of each process.
         folder: Where to save the files.
         limit_s: How long the processes may take, in seconds.
 
     Returns:
-        The files, ``stacks-rank<rank>.txt``; none for processes that do not handle the signal.
+        The files, ``stacks-rank<rank>.txt`` or ``stacks-process<pid>.txt``; none for processes that cannot write them.
     """
-    # Signal only processes that handle the signal, which would kill any other process.
+    # Signal only processes that handle the signal; it would kill any other process.
     asked = [beat.pid for beat in beats if handles_signal(beat.pid, STACKS_SIGNAL) is not False]
     before = {pid: text for pid in asked if (text := control.stacks(pid)) is not None}
     for pid in before:
@@ -123,7 +123,7 @@ def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path, lim
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and any(control.stacks(pid) == text for pid, text in before.items()):
         time.sleep(_POLL_S)  # poll: faulthandler does not announce that it has finished
-    time.sleep(_POLL_S)  # for the rest of a partly written text
+    time.sleep(_POLL_S)  # let a process finish writing
     saved = []
     for beat in [beat for beat in beats if beat.pid in before]:
         name = f"rank{beat.rank}" if beat.rank >= 0 else f"process{beat.pid}"

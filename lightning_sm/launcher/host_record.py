@@ -1,4 +1,4 @@
-"""The launcher's part of the record of a run: the host's resource usage, and events."""
+"""The launcher's part of a run's record: the host's resource usage, and events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EVENTS = {OutcomeKind.LOST: "host_lost", OutcomeKind.INTERRUPTION: "interruptio
 
 
 class HostRecord:
-    """The launcher's file in the record of the run; as a context manager, it samples the host's resource usage.
+    """The launcher's file in the run's record; as a context manager, it samples the host's resource usage.
 
     Args:
         job: The job.
@@ -41,7 +41,7 @@ class HostRecord:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that make the script's processes write to the folder of this file."""
+        """Environment variables that make the script's processes write their files to the same folder."""
         return {RECORD_DIR.name: str(self._record.path.parent)}
 
     def __enter__(self) -> HostRecord:
@@ -52,7 +52,7 @@ class HostRecord:
         self._stop_sampling()
 
     def began(self, command: Sequence[str]) -> None:
-        """Write the head of the file, which names the host and the command, unless it has been written.
+        """Write the head of the file, which names the host and the command, unless it was already written.
 
         Args:
             command: The command line of the script, without secrets; empty if it is not known.
@@ -64,18 +64,18 @@ class HostRecord:
             self._has_begun = True
 
     def event(self, what: str, text: str) -> None:
-        """Write an event that happens now, if the head has been written; see ``events.Event``."""
+        """Write an event with the current time, if the head has been written; see ``events.Event``."""
         self._write(events.Event(time.time(), what, text))
 
     def on_stop(self, signum: int) -> None:
-        """Write that this host was told to stop."""
+        """Record that this host was told to stop."""
         self._was_stopped = True
         self.began([])
         self.event("signal", f"{Signals(signum).name}: this host was told to stop")
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Measure and write the duration of a block."""
+        """Measure and write the duration of a ``with`` block."""
         began_at, began = time.time(), time.perf_counter()
         try:
             yield
@@ -96,7 +96,7 @@ class HostRecord:
         Args:
             outcome: The outcome of this host.
             job: The outcome of the job; None if this host has not learned it, or was stopped before the job ended.
-            is_saved: Whether a checkpoint was saved at the interruption.
+            is_saved: Whether a checkpoint was saved after the interruption.
         """
         self.began([])  # if the launcher exits before it knows the script
         self._stop_sampling()
@@ -126,7 +126,7 @@ class HostRecord:
             now = time.monotonic()
             due = now + events.gap_s(now - began, _USE_S)
             self._write(meter.measure())
-        # Ensure that even a short-lived host has one line.
+        # Ensure that even a short-lived host has one line of resource usage.
         self._write(meter.measure())
 
 

@@ -2,7 +2,7 @@
 
 ``step`` maps a launcher's state and an event to its next state and the actions to take at once. Each phase is one piece
 of work, which ends with an event (``ends_of``). News can arrive at any time, from other threads. News never changes the
-phase; it ends the script, or is what the phase's work is waiting for.
+phase: it may terminate the script, or be what the phase's work is waiting for.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lightning_sm.launcher.failure import not_started_reason
 from lightning_sm.launcher.peers.outcome import Restart
 
 # Pauses before a data host's script is started again: memory may be short only for a moment, and training continues
-# meanwhile. Give up after three restarts: a script killed four times will be killed again.
+# meanwhile. Give up after three restarts: a script killed four times would be killed again.
 _PAUSES_S = (1.0, 2.0, 4.0)
 # Exit codes of a script that was killed rather than asked to exit.
 _KILLED = frozenset(128 + number for number in signal.valid_signals() - {signal.SIGTERM, signal.SIGINT})
 
 
 class LauncherPhase(Enum):
-    """The current work of a launcher."""
+    """What a launcher is currently doing."""
 
     PREPARING = "fetching the code, and installing its requirements"
     RUNNING = "running the script"
@@ -73,7 +73,7 @@ class HostState:
 
     Attributes:
         host: The host.
-        phase: Its current work.
+        phase: What the launcher is currently doing.
         stop: Whether the host was stopped, and when.
         stopped_by: The signal that stopped it; None if there was none.
         job: The outcome of the job; None until it is known.
@@ -127,7 +127,7 @@ class HostState:
     def is_first_failure_elsewhere(self) -> bool:
         """Whether this trainer host exits with the reason of another host that failed first.
 
-        Such a host never looks successful. A host that was stopped first and did not succeed keeps its own reason.
+        Such a host never exits with 0. A host that was stopped first and did not succeed keeps its own reason.
         """
         own, job = self.own, self.job
         if own is None or job is None or self.is_data_host or not job.is_failure or job.host == self.host.name:
@@ -178,7 +178,7 @@ class HostState:
 
 @dataclass(frozen=True)
 class Done:
-    """The work of the phase is done, or no longer needed."""
+    """The phase's work is done, or no longer needed."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class EndScript:
 
 @dataclass(frozen=True)
 class SendReport:
-    """Send the outcome of this host to the others.
+    """Send the outcome of this host to the other hosts.
 
     Attributes:
         outcome: The outcome.
@@ -356,7 +356,7 @@ def _run(state: HostState) -> Transition:
 
 
 def _run_again(state: HostState) -> Transition:
-    if state.must_end:  # the work of this data host is over
+    if state.must_end:  # this data host's work is over
         return _ended(replace(state, own=Outcome.of_exit_code(0)))
     return replace(state, phase=LauncherPhase.RUNNING), ()
 
@@ -365,7 +365,7 @@ def _ended(state: HostState) -> Transition:
     """Report the script's outcome, and wait as that outcome requires."""
     own = state.own
     if state.is_saved:
-        return replace(state, phase=LauncherPhase.UPLOADING), ()  # report later: other hosts exit on the report
+        return replace(state, phase=LauncherPhase.UPLOADING), ()  # report later: the report lets other hosts exit
     if own is not None and own.kind is OutcomeKind.SUCCESS:
         # A stopped data host has served all ranks, so it does not wait for a main host that may be dead.
         must_wait = not (state.is_data_host and state.is_stopped)

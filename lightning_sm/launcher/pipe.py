@@ -1,4 +1,4 @@
-"""A pipe whose reader sees the end once the pipe is empty, even if some process keeps it open."""
+"""A pipe whose reader can stop once the pipe is empty, even if some process keeps it open."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOOK_MS = 100
 
 
 class DrainedPipe(io.RawIOBase):
-    """The read end of a pipe. Reading stops once all writers close it or, after ``end_when_empty``, once it is empty.
+    """The read end of a pipe. Reading stops once all writers have closed it or, after ``end_when_empty``, it is empty.
 
     A daemon started by a script may keep the script's pipe open forever. A reader with a timeout would lose lines on a
     busy machine; this one reads all lines, however long that takes.
@@ -33,7 +33,7 @@ class DrainedPipe(io.RawIOBase):
         return True
 
     def end_when_empty(self) -> None:
-        """End the pipe when it is empty, because the relevant writers have exited. Any thread may call this."""
+        """Stop reading once the pipe is empty, because all relevant writers have exited. Any thread may call this."""
         self._is_ending.set()
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # any buffer

@@ -1,7 +1,7 @@
-"""The report of the run, which the main host's launcher creates when the job ends, successfully or not.
+"""The run report, which the main host's launcher creates when the job ends, successfully or not.
 
-A separate process writes it: Matplotlib costs memory and seconds, and its errors or hangs must not change the job's
-outcome.
+A separate process writes it: Matplotlib takes memory and several seconds, and its errors or hangs must not change
+the job's outcome.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_report(job: SageMakerJob, prices: Mapping[str, float], limit_s: float)
 
 
 def _say(output: str | bytes | None) -> None:
-    """Log the verdict as it appears in the report."""
+    """Log the output of the command, which is the verdict in the report."""
     text = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
     for line in text.splitlines():
         _LOG.info("%s", line)

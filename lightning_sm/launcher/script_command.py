@@ -56,7 +56,7 @@ class ScriptCommand:
 
 @dataclass(frozen=True)
 class CommandBuilder:
-    """The builder of the script's command, which first fetches the code and installs its requirements.
+    """A builder for the script's command, which first fetches the code and installs its requirements.
 
     Attributes:
         job: The job.
@@ -83,7 +83,7 @@ class CommandBuilder:
 
         Raises:
             LightningSMError: The script could not be found or fetched, or its arguments are invalid.
-            Stopped: The host was told to stop meanwhile.
+            Stopped: The host was told to stop before the script could start.
         """
         job = self.job
         program = find_program(name, job, self.env)
@@ -94,7 +94,7 @@ class CommandBuilder:
         argv = hydra_command_line(args, job) if parser is Parser.HYDRA else command_line(args, job, script.directory)
         command = shown_arguments([str(script.path), *argv])
         self.record.began(command)
-        banner = _banner(job, self.topology)  # already begins with the name of the command
+        banner = _banner(job, self.topology)  # not logged by ``_LOG``, which would repeat the command's name
         logging.getLogger("lightning_sm").info("%s | %s", banner, shlex.join(command))
         devices = processes_per_host(job, self.topology)
         self.preparation.install(script)
@@ -114,8 +114,8 @@ class CommandBuilder:
         options = ", ".join(names)
         if parser is not Parser.SAGEMAKER_CLI:
             _LOG.info(
-                "every process of this host, and W&B, can read the script's command line, which has the values of %s. "
-                "They are left out only if SageMakerCLI, and nothing else in the script, reads its arguments.",
+                "every process on this host, and W&B, can read the script's command line, which contains the values of "
+                "%s. They are omitted only if SageMakerCLI, and nothing else in the script, reads its arguments.",
                 options,
             )
             return ()
@@ -132,7 +132,7 @@ class CommandBuilder:
         env[CONTROL_DIR.name] = str(self.control.path)
         env |= self.record.variables
         env |= toolkit_variables(self.job, program.name, argv, given)
-        # Python puts only the script's own folder on sys.path; "from app.model import X" needs the folder above app.
+        # Python puts only the script's own folder on sys.path; "from app.model import X" needs app's parent folder.
         paths = list(script.module_dirs)
         if given.get("PYTHONPATH"):
             paths.append(given["PYTHONPATH"])
@@ -189,7 +189,7 @@ def variables_of_processes(
     A script that is not Python is started once, and may start further processes itself.
 
     Args:
-        job: The facts of the job.
+        job: The job.
         topology: Roles and ranks of all hosts.
         script: The script.
         devices: Number of processes per trainer host that the job requests; None if it leaves that to the script.

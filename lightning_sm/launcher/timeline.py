@@ -1,4 +1,4 @@
-"""The time limits for the end of a host, in chronological order: after a stop signal, and after a failure.
+"""The time limits for a host's exit, in chronological order: after a stop signal, and after a failure.
 
 With any stop schedule that a user may set, the launcher exits before SageMaker kills its container
 (``SERVICE_GRACE_S``).
@@ -16,7 +16,7 @@ STACKS_BEFORE_KILL_S = 6.0
 STACKS_S = 5.0
 # Time for the upload agent to notice a job's first checkpoint; until then, there are no markers.
 FIRST_MARKER_S = 10.0
-# Time for the report of the run, and then for the steps that follow.
+# Time for the run report, and then for the steps that follow.
 REPORT_LIMIT_WHEN_STOPPED_S = 10.0
 AFTER_THE_REPORT_S = 5.0
 
@@ -28,16 +28,16 @@ EXIT_AFTER_EXCEPTION_S = 120.0
 # If the launcher starts the ranks, a rank that fails because of another may exit first. The other one then has this
 # long to print its traceback.
 CONSEQUENCE_S = 3.0
-# A dying rank can make others on its host fail before it has exited. Wait this long for its exit.
+# A dying rank can make others on its host fail before it has exited itself. Wait this long for its exit.
 OWN_CAUSE_S = 5.0
-# A launcher is lost after this silence, during which it reconnects: a reset, and a lost packet at each attempt to
-# connect, cost seconds.
+# A launcher that is silent for this long is lost. It needs time to reconnect: a reset, and a lost packet at each
+# attempt to connect, cost seconds.
 LOST_S = 15.0
 # When a rank dies, ranks on other hosts can fail seconds before its launcher sees the exit. Wait this long for the real
 # cause, which may be a lost host.
 CAUSE_ELSEWHERE_S = LOST_S + 2.0
-# Time to wait for hosts that have not connected yet, which would otherwise be stopped without learning why. Default of
-# a setting.
+# Time to wait for hosts that have not connected yet, which would otherwise be stopped without learning why. Also
+# the default of ``LIGHTNING_SM_PEERS_TIMEOUT_S``.
 ABSENT_HOSTS_S = 10.0
 # The host that failed first must exit first, so that SageMaker shows its exit code and reason as the job's. Its exit
 # takes tens of milliseconds, so all other hosts wait this long.
@@ -70,7 +70,7 @@ def last_exit_s(schedule: StopSchedule) -> float:
     """Return the longest time between a stop signal and this launcher's exit, in seconds.
 
     At ``kill_s`` the launcher stops waiting for ranks, for the upload of a checkpoint, for other hosts, and for the
-    report. Each later step has a limit of its own, and takes no time if no process of the script is left.
+    report. Each later step has its own limit, and takes no time if no process of the script is left.
 
     Args:
         schedule: The stop schedule.

@@ -3,7 +3,7 @@
 SageMaker runs ``docker run <image> train`` on every host. The launcher fetches the code that came with the job, if any,
 turns ``hyperparameters.json`` into a command line, starts the script in its own process group, forwards signals, and
 writes the reason for a failure where SageMaker looks for it. It treats trainer and data hosts alike: the script finds
-out the role of its host. ``lifecycle`` decides what the launcher does next.
+out its host's role. ``lifecycle`` decides what the launcher does next.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _ENDED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 
 def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
-    """Run the training script of this host and return the exit code for the container.
+    """Run this host's training script, and return the exit code for the container.
 
     Args:
         script: Path of the script. Defaults to the hyperparameter ``sagemaker_program``, else ``SAGEMAKER_PROGRAM``.
@@ -183,7 +183,7 @@ class _HostLauncher:
         return self._state.outcome
 
     def write_end(self, outcome: Outcome) -> None:
-        """Write this host's outcome into the record of the run, unless it has been written."""
+        """Write this host's outcome to the run's record, unless it was already written."""
         if not self._is_end_written:
             self._is_end_written = True
             self._record.end(outcome, self._state.known_job, is_saved=self._state.is_saved)
@@ -217,7 +217,7 @@ class _HostLauncher:
                 self._on_hang(beats)
 
     def _take_news(self) -> None:
-        """Handle what has happened meanwhile: a stop of this host, a restart, the outcome of the job."""
+        """Handle what has happened since the last call: a stop of this host, a restart, or the outcome of the job."""
         restart, job = self._peers.order, self._peers.job_outcome
         known = self._state.restart
         if restart is not None and (known is None or restart.number > known.number):
@@ -320,8 +320,8 @@ class _HostLauncher:
             return stopped_reason(child.stopped_by or signal.SIGTERM, f"Training saved its state and exited {ending}")
         # Processes that announce themselves exit with 0 only if they have finished.
         if exit_code == 0 and child.stopped_by is not None and not self._control.beats():
-            note = "whether its work is complete is not known"
-            return stopped_reason(child.stopped_by, f"The script has exited after the signal, and {note} {ending}")
+            note = "it is not known whether its work is complete"
+            return stopped_reason(child.stopped_by, f"The script exited after the signal, and {note} {ending}")
         return ""
 
     def _judge_failure(self, exit_code: int, *, is_ended_by_job: bool) -> lifecycle.Judged:
@@ -341,7 +341,7 @@ class _HostLauncher:
         state, is_stopped = self._state, child.stopped_by is not None
         is_saved = is_stopped and exit_code == INTERRUPTED_EXIT_CODE and self._control.saved() is not None
         if child.stopped_by is not None and is_saved:
-            # The script did what it was asked to, so its last lines of stderr are not the reason.
+            # The script did what it was asked to, so the last lines of its stderr are not the reason.
             failed = replace(failed, reason=Reason(stopped_reason(child.stopped_by, _SAVED)))
         if not is_ended_by_job:
             self._record.event("interruption" if is_saved else "failure", failed.reason.text)
@@ -391,7 +391,7 @@ class _HostLauncher:
         outcome = self._state.own
         if outcome is not None and outcome.kind is not OutcomeKind.SUCCESS:
             _LOG.warning(
-                "this data host failed. Keeping it alive until training finishes on the remaining data hosts "
+                "this data host failed. Keeping it alive until training finishes with the remaining data hosts "
                 "(SageMaker stops the job when a host exits with an error). Cause: %s",
                 outcome.reason.headline,
             )
@@ -420,7 +420,7 @@ class _HostLauncher:
         self._wait(self._is_stopped, timeline.MAIN_HOST_LEAVES_LATER_S)
 
     def _write_report(self) -> None:
-        """Write the report of the run, if there is time."""
+        """Write the run report, if there is time."""
         self.write_end(self._state.outcome)
         limit_s = self._report_s
         if self._is_stopped():
@@ -446,10 +446,10 @@ class _HostLauncher:
         self._child.kill()
 
     def _on_kill_is_near(self) -> None:
-        """Save the stacks of processes that will soon be killed because they have not exited after a stop."""
+        """Save the stacks of processes that will soon be killed because they have not exited after a stop signal."""
         where, stacks = self._where()
         self._last_seen = f" Last seen: {where}.{stacks}" if where else ""
-        _LOG.error("the script has not exited since the stop, and will be killed.%s", self._last_seen)
+        _LOG.error("the script has not exited since the stop signal, and will be killed.%s", self._last_seen)
 
     def _where(self, beats: Sequence[Beat] | None = None) -> tuple[str, str]:
         """Save stacks; return the processes' positions, and a sentence that names the files."""
@@ -461,7 +461,7 @@ class _HostLauncher:
         return described(beats, now), sentence
 
     def _leave_at(self) -> float:
-        """Return the latest time at which an interrupted host must exit, in seconds of ``time.monotonic``."""
+        """Return the time by which an interrupted host must exit, as a value of ``time.monotonic()``."""
         child = self._child
         return (child.stopped_at or self._interrupted_at) + self._schedule.kill_s
 
@@ -478,13 +478,13 @@ class _HostLauncher:
             self._take_news()
 
     def _warn_without_secret(self) -> None:
-        """Warn once per job that only its name authenticates its launchers; data hosts log their own warning."""
+        """Warn once per job that launchers authenticate only by its name; data hosts log their own warning."""
         topology = self._topology
         is_main = self._job.current_host == topology.main_host
         if is_main and topology.num_nodes > 1 and not topology.data_hosts and JOB_SECRET.read(self._env) is None:
             _LOG.warning(
-                "this job has no secret: whoever knows its name and can reach port %d of %s can report failures in the "
-                "name of its hosts. Start the job with lightning-sm submit, or set %s to random characters, the same "
+                "this job has no secret: anyone who knows its name and can reach port %d of %s can report failures on "
+                "behalf of its hosts. Start the job with lightning-sm submit, or set %s to the same random characters "
                 "on all hosts.",
                 topology.peers_port,
                 self._job.current_host,

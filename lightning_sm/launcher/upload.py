@@ -1,7 +1,7 @@
-"""The upload of checkpoints by SageMaker: a watch while the script runs, and a wait after an interruption.
+"""Watching SageMaker's checkpoint uploads while the script runs, and waiting for them after an interruption.
 
-SageMaker's agent copies the checkpoint folder to S3 while the job runs. Whether the agent continues after the
-containers have exited is not documented.
+SageMaker's agent copies the checkpoint folder to S3 while the job runs. It is not documented whether the agent
+continues after the containers have exited.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOG = command_logger(__name__)
 
 _POLL_S = 0.1
 _CHECK_S = 60.0
-# Uploading a checkpoint of 50 GB at 100 MB/s takes about this long.
+# Uploading a 50 GB checkpoint at 100 MB/s takes about this long.
 _OVERDUE_S = 600.0
 _CHECKPOINT = ".ckpt"
 
@@ -43,10 +43,10 @@ class UploadWatch:
         self._due_at = time.monotonic() + _CHECK_S
 
     def look(self, now: float) -> None:
-        """Check the folder if a check is due.
+        """Check for overdue uploads, if a check is due.
 
         Args:
-            now: Seconds of ``time.monotonic``.
+            now: The current time in seconds, from ``time.monotonic()``.
         """
         if self._folder is not None and now >= self._due_at:
             self._due_at = now + _CHECK_S
@@ -54,10 +54,10 @@ class UploadWatch:
                 self.check(now)
 
     def check(self, now: float) -> None:
-        """Check the folder.
+        """Warn once if the upload of a checkpoint is overdue.
 
         Args:
-            now: Seconds of ``time.monotonic``.
+            now: The current time in seconds, from ``time.monotonic()``.
         """
         versions = self._versions() - self._known
         uploaded = {version for version in versions if is_uploaded(version[0])}
@@ -70,9 +70,9 @@ class UploadWatch:
         if now - since >= _OVERDUE_S:
             self._has_warned = True
             _LOG.warning(
-                "SageMaker has not uploaded the checkpoint %s for %.0f minutes, although it uploaded earlier ones. If "
-                "this host is lost, the next attempt resumes from an earlier checkpoint. Check the hosts' network, and "
-                "the job's permissions for its checkpoint_s3_uri.",
+                "SageMaker has not uploaded the checkpoint %s within %.0f minutes, although it uploaded earlier ones. "
+                "If this host is lost, the next attempt resumes from an earlier checkpoint. Check the hosts' network "
+                "and the job's permissions for its checkpoint_s3_uri.",
                 file,
                 (now - since) / 60,
             )
@@ -87,16 +87,16 @@ class UploadWatch:
 
 
 def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Callable[[], float]) -> bool:
-    """Wait until the agent has marked some files as uploaded.
+    """Wait until the agent has marked the given files as uploaded.
 
     Args:
         files: The files, which must exist.
         has_agent: Whether SageMaker is known to copy their folder to S3. If not, wait only if the folder has markers.
-        deadline: Returns when to stop waiting, in seconds of ``time.monotonic``. Called repeatedly, because a stop
-            signal may move it.
+        deadline: Returns when to stop waiting, as a value of ``time.monotonic()``. Called repeatedly, because a stop
+            signal may change it.
 
     Returns:
-        True if all files are uploaded, or if nobody uploads them.
+        True if all files are uploaded, or if there is no sign that anything uploads them.
     """
     pending = [file for file in files if not is_uploaded(file)]
     began_at = time.monotonic()
@@ -105,7 +105,7 @@ def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Cal
     while pending and not any(any(folder.glob(f"*{end}")) for folder in folders for end in (UPLOADING, UPLOADED)):
         if time.monotonic() >= min(began_at + first_marker_s, deadline()):
             return True
-        time.sleep(_POLL_S)  # poll: the agent announces nothing, and a stop signal moves the deadline
+        time.sleep(_POLL_S)  # poll: the agent announces nothing, and a stop signal may change the deadline
     if not pending:
         return True
     _LOG.info("waiting until SageMaker has uploaded the checkpoint: %s.", listed(list(map(str, pending))))

@@ -1,4 +1,4 @@
-"""The lines of a run's record: their types, writer and reader.
+"""The lines of a run's record: their types, and the code that writes and reads them.
 
 While a job runs, each launcher and each training process appends lines of JSON to a separate file,
 ``<record folder>/<attempt>/<host>-<who>.jsonl``, where ``<who>`` is ``launcher`` or a rank such as ``rank-3``. The
@@ -57,7 +57,7 @@ SPANS = {
     "test": "test and prediction",
     "predict": "test and prediction",
 }
-# Types that accept only valid values: a line with any other value is damaged, and readers skip it.
+# Types that accept only valid values: a line with any other value counts as damaged, and readers skip it.
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
 Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -88,10 +88,10 @@ class FileHead(Line, frozen=True, tag="file"):
         role: ``trainer`` or ``data``.
         rank: Global rank; None for a launcher.
         world_size: Number of ranks; None for a launcher.
-        hosts: Instance group of each host of the job, by name of the host.
-        instance_types: Instance type of each group, by name of the group; None if unknown.
+        hosts: Instance group of each of the job's hosts, by host name.
+        instance_types: Instance type of each group, by group name; None if unknown.
         cpus: Number of CPUs that the process may use.
-        gpus: Number of GPUs of the host.
+        gpus: Number of GPUs on the host.
         command: The command line of the script, with secrets hidden; empty for ranks.
         hyperparameters: The job's hyperparameters, with secrets hidden; empty for ranks.
     """
@@ -165,7 +165,7 @@ class Loader(Line, frozen=True, tag="loader"):
         t: When it was written.
         workers: Number of worker processes that this rank's loader asks for; 0 if the training process builds the
             batches. With data hosts, their workers (see ``DataService``) replace these.
-        cpus: Number of CPUs that this rank shares with the other ranks of the host.
+        cpus: Number of CPUs that this rank shares with the other ranks on the host.
         ranks_of_host: Number of ranks on the host.
         batch: Number of training batches completed before training begins or resumes.
     """
@@ -245,7 +245,7 @@ class DataService(Line, frozen=True, tag="data"):
     Attributes:
         t: When it was written.
         hosts: The fields of ``HostFigures`` (lightning_sm.data.protocol.figures) for each data host.
-        ranks: The fields of ``RankFigures`` (lightning_sm.data.protocol.figures) for each rank, by name of the rank.
+        ranks: The fields of ``RankFigures`` (lightning_sm.data.protocol.figures) for each rank, by rank name.
     """
 
     hosts: Sequence[Mapping[str, Any]] = msgspec.field(default_factory=list)
@@ -253,7 +253,7 @@ class DataService(Line, frozen=True, tag="data"):
 
 
 class Event(Line, frozen=True, tag="event"):
-    """An event.
+    """An event during the run.
 
     Attributes:
         t: When it happened.
@@ -278,7 +278,7 @@ class End(Line, frozen=True, tag="end"):
         outcome: ``succeeded``, ``failed``, ``interrupted`` (it can resume from a checkpoint) or ``stopped``.
         exit_code: Exit code of the host; only launchers set it.
         reason: One line on why the job did not succeed or, without ``job_outcome``, why this host did not.
-        job_outcome: Outcome of the job, with the same values as ``outcome``, if the launcher was told it. On a host
+        job_outcome: Outcome of the job, as one of the same values; None if the launcher was not told. On a host
             that is stopped because another host failed, ``outcome`` is ``stopped``, but ``job_outcome`` is ``failed``.
     """
 
@@ -357,7 +357,7 @@ class Recorder:
             os.write(self._file, b"\n" + encode(line))
         except (OSError, ValueError, TypeError) as error:
             self._has_failed = True
-            logger.warning("Recording of this run has stopped: %s cannot be written: %s", self.path, error)
+            logger.warning("Recording of this run has stopped, because %s cannot be written: %s", self.path, error)
 
     def close(self) -> None:
         """Close the file; a later line reopens it."""
@@ -369,8 +369,8 @@ class Recorder:
 def open_record(job: SageMakerJob, who: str, env: Mapping[str, str] = os.environ) -> Recorder:
     """Return the recorder for a process, without writing anything.
 
-    Its file is in the attempt's folder. The launcher passes this folder in the environment; without it, the attempt
-    gets the next number.
+    Its file is in the attempt's folder. The launcher passes this folder to its children in the environment. If none is
+    passed, the attempt gets the next number.
 
     Args:
         job: The job.

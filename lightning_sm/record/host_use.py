@@ -1,8 +1,8 @@
-"""The CPUs, memory and GPUs of a host that a job uses.
+"""How much of a host's CPUs, memory and GPUs a job uses.
 
 CPU time is counted for this process and its descendants, which include all of the job's processes on this host. Memory
 is counted for the whole machine, because on SageMaker each host is a separate machine. If hosts share a machine, memory
-is also counted only for this process and its descendants.
+is counted like CPU time, for this process and its descendants.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GPU_DEVICE = Path("/dev/nvidia0")
 
 
 class HostMeter:
-    """A meter for the use of a host's CPUs, memory and GPUs between two calls.
+    """A meter of a host's CPU, memory and GPU use between two calls.
 
     Args:
         is_machine_shared: Whether the hosts of the job share this machine (``SageMakerJob.shares_machine``).

@@ -36,7 +36,7 @@ class Prices:
     """Prices of hosts.
 
     Attributes:
-        per_hour: Hourly prices by instance type or name of an instance group. Groups take precedence.
+        per_hour: Hourly prices by instance type or instance group name. Groups take precedence.
         currency: The text to show before an amount.
         source: Where the prices come from, for display; empty without prices.
     """
@@ -92,7 +92,7 @@ def read_prices(file: Path | None, flags: Sequence[str]) -> Prices:
     given = _PriceFile({})
     if file is not None:
         try:
-            given = msgspec.convert(read_mapping(file, "file of prices", FILE_FORMAT), _PriceFile)
+            given = msgspec.convert(read_mapping(file, "price file", FILE_FORMAT), _PriceFile)
         except msgspec.ValidationError as error:
             raise JobConfigError(f"{file}: {error}. A price file looks like this:\n{FILE_FORMAT}") from error
     prices = given.per_hour

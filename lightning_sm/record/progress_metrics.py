@@ -1,4 +1,4 @@
-"""The progress lines in a job's log, and the regular expressions with which CloudWatch reads metrics from them.
+"""The progress lines in a job's log, and the regular expressions that CloudWatch uses to read metrics from them.
 
 A line looks like ``epoch=3/10 step=45 validation=3 val_acc=0.9333 steps_per_s=12.5 eta=0:10:23 data_wait=1.2%``. A
 space precedes every name except the first, so a search for ``acc`` matches neither ``val_acc`` nor ``val/acc``.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-# The name under which the first line after each validation, and no other line, gives the number of validations so far.
+# Only the first line after each validation has this name, followed by the number of validations so far.
 _VALIDATION = "validation"
 # A number in the format of ``progress_line``, as one group. CloudWatch rejects NaN and infinity, so they do not match.
 _NUMBER = r"(-?[0-9.]+(?:e[-+][0-9]+)?)"

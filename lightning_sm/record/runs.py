@@ -1,4 +1,4 @@
-"""The reader of records, which finds their files in a job's folders and archives, and merges those of all hosts."""
+"""The reader of run records, which finds the files in a job's folders and archives and merges those of all hosts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_sm.errors import JobConfigError
 from lightning_sm.record import events
 from lightning_sm.record.events import LAUNCHER, End, FileHead, Line, Span, Steps
 
-# The limits for gaps between two lines (beyond the time that the second line measures) and for lines out of order. If
-# either is exceeded, the clock was set, or the host was suspended.
+# Limits on gaps between two lines (beyond the time that the second line measures) and on lines out of order. If either
+# is exceeded, the clock was set, or the host was suspended.
 _SILENCE_S, _DISORDER_S = 600.0, 60.0
 
 
@@ -24,7 +24,7 @@ class ProcessRecord:
     """The lines of one process. A restarted process has a separate record.
 
     Attributes:
-        attempt: The attempt of the job, counted from 1.
+        attempt: The job's attempt, counted from 1.
         head: The head, which identifies the process.
         lines: The lines after the head, in the order of writing.
         num_left_out: Number of lines skipped because they are damaged or of an unknown kind.
@@ -54,7 +54,7 @@ class RunRecord:
 
     @property
     def flaws(self) -> str:
-        """Problems with the record, in a sentence or two; empty without problems."""
+        """Problems with the record, in a sentence or two; empty if there are none."""
         num_left_out = sum(record.num_left_out for record in self.records)
         jump_s, host = max(((record.jump_s, record.head.host) for record in self.records), default=(0.0, ""))
         lines, jump = count(num_left_out, "line"), duration(jump_s)

@@ -38,7 +38,7 @@ class StepClock:
     Attributes:
         n: Number of steps outside spans so far.
         current: The part to which time outside spans is charged.
-        last: When time was last charged, in seconds of the clock.
+        last: When time was last charged, in seconds on this clock.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -78,10 +78,10 @@ class StepClock:
         self.current = part
 
     def note_wait(self, in_transit: float) -> None:
-        """Note how much of the wait that ends now, and began after the previous call, was transit from a data host.
+        """Attribute a share of the waiting time since the previous call to transit from a data host.
 
         Args:
-            in_transit: The share of the batch's time that it spent in transit from a data host, 0 to 1.
+            in_transit: Share of the time from request to delivery that the batch spent in transit, 0 to 1.
         """
         self.enter(self.current)
         waited_s = self._parts[DATA_WAIT]
@@ -89,7 +89,7 @@ class StepClock:
         self._noted_wait_s = waited_s
 
     def end_step(self, samples: int) -> float:
-        """End a step, and charge time from now on to ``OTHER`` of the next. A step within a span counts as untimed.
+        """End a step, and charge time from now on to the next one's ``OTHER``. A step within a span counts as untimed.
 
         Returns:
             The current time, in seconds.
@@ -119,8 +119,8 @@ class StepClock:
 def exposed(host: Mapping[str, float], gpu: Mapping[str, float]) -> dict[str, float]:
     """Divide the time of steps into the GPU's work and the host's time that the GPU's work does not hide.
 
-    A host that waits for data costs nothing while the GPU is still busy. So the GPU's time is counted first, and the
-    host's waiting only as far as it fits into the remaining time.
+    Waiting for data costs nothing while the GPU is still busy. So the GPU's time is counted first, and the host's
+    waiting time only as far as it fits into the remaining time.
 
     Args:
         host: Seconds by part, measured on the host. The result has the same sum.

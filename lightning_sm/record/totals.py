@@ -76,7 +76,7 @@ class Totals:
 def pace_of(ranks: Mapping[int, Totals]) -> tuple[int | None, Totals]:
     """Return the rank that sets the pace, and its steps; None and empty sums if no steps were timed.
 
-    The pace is set by the rank that is the last to reach the exchange of gradients in the backward pass.
+    The pace is set by the last rank to reach the gradient exchange in the backward pass.
 
     Args:
         ranks: The sums over each rank's steps, all from the same period.
@@ -91,7 +91,7 @@ def pace_of(ranks: Mapping[int, Totals]) -> tuple[int | None, Totals]:
 def with_longest_wait(parts: Mapping[str, float], share: float) -> dict[str, float]:
     """Estimate the parts for the rank that waits longest for data, from the parts of another rank.
 
-    The other ranks wait for that rank in their backward pass, and this wait looks like work. So its additional wait is
+    The other ranks wait for that rank in their backward pass, and this wait looks like work. So the additional wait is
     subtracted from the backward pass first, and any remainder from the other parts.
 
     Args:

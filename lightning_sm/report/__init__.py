@@ -1,1 +1,1 @@
-"""Readers of run records, during or after the run: report, comparison, plan and verification."""
+"""Readers of run records, during or after the run: the report, the live view, comparisons, plans and timelines."""

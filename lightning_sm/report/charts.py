@@ -1,6 +1,6 @@
-"""The charts of a report: SVG with CSS variables as colours, for light and dark pages.
+"""The charts of a report, as SVG whose colours are CSS variables, for light and dark pages.
 
-Parts differ by colour (the palette of Okabe and Ito) and hatch, never by red and green alone.
+Parts differ by colour (the Okabe-Ito palette) and hatch, never by red and green alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_sm.report.figures import OTHER, RESTARTS, SHUTDOWN, STEPS, WAITIN
 _WIDTH = 8.0  # inches
 # Readers cannot distinguish more points than this on a curve.
 _MAX_POINTS = 160
-# Placeholder colours, which nothing else uses. They are replaced by CSS variables.
+# Placeholder colours that nothing else uses, to be replaced by CSS variables.
 _INK, _GRID, _PAPER = "#010203", "#040506", "#070809"
 _VARIABLES = {_INK: "var(--ink)", _GRID: "var(--grid)", _PAPER: "var(--paper)"}
 # Colour and hatch of each part. Waiting has the most conspicuous colour, because readers look for it.
@@ -49,7 +49,7 @@ _STYLES = {
 }
 _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":")
-# Further hosts and metrics appear only in the tables.
+# Additional hosts and metrics appear only in the tables.
 _MAX_HOSTS, _MAX_CURVES = 8, 8
 _SETTINGS: Any = {
     "svg.fonttype": "none",  # keep text selectable, searchable, and readable by screen readers
@@ -97,11 +97,11 @@ def time_shares(run: Figures) -> Picture:
 
 @mpl.rc_context(_SETTINGS)
 def step_times(run: Figures, shown: Sequence[Figures]) -> Picture | None:
-    """Draw the parts of a step over the time of the run, with events. Return None without steps.
+    """Draw the parts of a step over the course of the run, with events. Return None without steps.
 
     Args:
         run: The run.
-        shown: All runs of the page. Their charts share the scale for the time of a step.
+        shown: All runs on the page. Their charts share one scale for step times.
     """
     if not run.pace.num_steps:
         return None
@@ -141,7 +141,7 @@ def host_use(run: Figures) -> Picture | None:
         "CPUs": lambda use: use.cpu,
         "memory": lambda use: use.memory,
         "GPUs (any kernel running)": lambda use: use.gpu,
-        "memory of GPUs": lambda use: use.gpu_memory,
+        "GPU memory": lambda use: use.gpu_memory,
     }
     factor, unit = _unit(run.attempts[-1].end - run.begin)
     figure = Figure(figsize=(_WIDTH, 0.8 + 1.15 * len(drawn)), layout="constrained")
@@ -164,7 +164,7 @@ def host_use(run: Figures) -> Picture | None:
 
 @mpl.rc_context(_SETTINGS)
 def metrics(run: Figures, names: Sequence[str]) -> Picture | None:
-    """Draw the model's logged values over the steps, in a small chart for each metric. Return None without curves.
+    """Draw the model's logged values by step, in a small chart for each metric. Return None without curves.
 
     Args:
         run: The run.
@@ -185,7 +185,7 @@ def metrics(run: Figures, names: Sequence[str]) -> Picture | None:
 
 
 def _curve(axes: Any, points: Sequence[tuple[float, float]], number: int, label: str) -> None:
-    """Draw a curve in the style that has the given number."""
+    """Draw a curve in the style with the given number."""
     every = 1 + len(points) // _MAX_POINTS
     shown = points[::-every]  # from the end, to include the last value
     axes.plot(
@@ -193,7 +193,7 @@ def _curve(axes: Any, points: Sequence[tuple[float, float]], number: int, label:
         [y for _, y in shown],
         color=_LINES[number % len(_LINES)],
         linestyle=_DASHES[number % len(_DASHES)],
-        marker="o" if len(shown) < 15 else "",  # noqa: PLR2004 - few points make no line
+        marker="o" if len(shown) < 15 else "",  # noqa: PLR2004 - a few points alone do not show as a line
         markersize=3,
         linewidth=1.4,
         label=label or None,

@@ -27,7 +27,7 @@ from lightning_sm.report.trace import trace
 _LOG = command_logger(__name__)
 
 _PRICES = """
-Give prices by instance type or name of a group, in a YAML file (--prices) with "per_hour: {ml.g5.xlarge: 1.41}", or as
+Give prices by instance type or group name, in a YAML file (--prices) with "per_hour: {ml.g5.xlarge: 1.41}", or as
 --price ml.g5.xlarge=1.41.
 """
 REPORT_EXAMPLES = f"""\
@@ -59,7 +59,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="also write a timeline for ui.perfetto.dev")
     parser.add_argument(
-        "--name", action="append", default=[], help="name of the run in a DIR; repeat it in the order of the DIRs"
+        "--name", action="append", default=[], help="name of the run in a DIR; repeat in the order of the DIRs"
     )
     live = parser.add_argument_group("a running job")
     live.add_argument("--live", action="store_true", help="show the job in this terminal; write no page")

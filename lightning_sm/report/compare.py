@@ -1,7 +1,7 @@
-"""``lightning-sm compare``, which compares the time and cost of two runs extrapolated to equal work. Pure arithmetic.
+"""The arithmetic of ``lightning-sm compare``, which extrapolates two runs to equal work and compares them.
 
-The work is a whole training without interruptions. It has the same number of samples if both runs record the samples
-per step, else the same number of steps. Time outside the steps is included once, or in proportion to the steps.
+Equal work is a whole, uninterrupted training with the same number of samples if both runs record the samples per step,
+else with the same number of steps. Time outside the steps counts in proportion to the steps if it recurs, else once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lightning_sm.report.figures import RESTARTS, Figures
 
 @dataclass(frozen=True)
 class Training:
-    """A whole training, extrapolated from a run.
+    """A whole training run, extrapolated from a recorded one.
 
     Attributes:
-        run: The run.
+        run: The recorded run.
         steps: Number of steps of the whole training.
         per_hour: Hourly price of all hosts; None without prices.
     """
@@ -52,13 +52,13 @@ class Training:
 
 
 def compare(first: Figures, second: Figures, prices: Prices, steps: int | None = None) -> tuple[Training, Training]:
-    """Extrapolate two runs to trainings with the same work.
+    """Extrapolate two runs to the same amount of work.
 
     Args:
         first: The baseline.
         second: The run to compare to it.
         prices: Prices of the hosts; empty to compare times only.
-        steps: Number of steps of the first training. Defaults to the steps of the first run.
+        steps: Number of steps of the first training. Defaults to that of the first run.
 
     Raises:
         JobConfigError: A run has no training steps, or only some hosts have prices.
@@ -117,12 +117,12 @@ def _doubts(name: str, run: Figures) -> Iterator[str]:
     if run.run.flaws:
         yield f"{name}: {run.run.flaws}"
     if run.num_steps < MIN_STEPS:
-        yield f"{name} has only {count(run.num_steps, 'step')}, whose times say little."
+        yield f"{name} has only {count(run.num_steps, 'step')}: too few for reliable times."
     if run.outcome != SUCCEEDED:
         yield f"{name} has not succeeded ({run.outcome})."
     if run.restarts:
         cost_s = duration(run.shares[RESTARTS] + run.repeated_s)
-        yield f"{name} was restarted {times(len(run.restarts))}: what that cost ({cost_s}) is left out."
+        yield f"{name} was restarted {times(len(run.restarts))}: the time lost ({cost_s}) is left out."
 
 
 def _rows(first: Training, second: Training, prices: Prices) -> Iterator[Sequence[str]]:
@@ -137,7 +137,7 @@ def _rows(first: Training, second: Training, prices: Prices) -> Iterator[Sequenc
     yield "steps", f"{first.steps:,}", f"{second.steps:,}", ""
     yield "outside the steps", duration(first.apart_s), duration(second.apart_s), ""
     yield "time to train", duration(first.seconds), duration(second.seconds), _speed(first.seconds / second.seconds)
-    yield from _money("price of an hour", first.per_hour, second.per_hour, prices)
+    yield from _money("hourly price", first.per_hour, second.per_hour, prices)
     yield from _money("cost to train", first.cost, second.cost, prices)
 
 
@@ -152,7 +152,7 @@ def _notes(a: Figures, b: Figures, prices: Prices) -> Iterator[str]:
     if prices:
         yield f"Prices: {prices.source} (as given; storage, transfer and logs cost extra)."
     if not (a.samples_per_step and b.samples_per_step):
-        yield "This compares equal numbers of steps, which is the same work only if the steps have as many samples."
+        yield "This compares equal numbers of steps, which is equal work only if steps have the same number of samples."
     elif a.samples_per_step != b.samples_per_step:
         yield (
             f"A step of A has {a.samples_per_step:,.0f} samples, one of B {b.samples_per_step:,.0f}: times are for "

@@ -1,4 +1,4 @@
-"""The numbers in the record of a run: outcome, time, and use of hosts. Pure functions."""
+"""Figures computed from the record of a run: its outcome, where its time went, and how its hosts were used."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class AttemptFigures:
 
 @dataclass(frozen=True)
 class HostSummary:
-    """A host of a job, and its use.
+    """A host of a job, and how it was used.
 
     Attributes:
         name: Name of the host.
@@ -127,7 +127,7 @@ class TrainingRestart:
     Attributes:
         since: When the previous training ended, in seconds since the Unix epoch.
         until: When the steps of the restarted training began, in seconds since the Unix epoch.
-        seconds: The seconds in between, without the time between attempts, when hosts cost nothing.
+        seconds: The seconds in between, excluding the time between attempts, when hosts cost nothing.
         num_repeated: Number of steps that were trained again.
     """
 
@@ -139,13 +139,13 @@ class TrainingRestart:
 
 @dataclass(frozen=True)
 class Happening:
-    """An event, or the end of a host, for display.
+    """An event, or the exit of a host, for display.
 
     Attributes:
         seconds: Seconds since the run began.
         host: Name of the host.
         what: Kind of the event, or outcome of the host.
-        text: The event in words.
+        text: Description of the event.
     """
 
     seconds: float
@@ -156,7 +156,7 @@ class Happening:
 
 @dataclass(frozen=True)
 class Figures:
-    """The numbers of a run.
+    """The figures of a run, computed from its record.
 
     Attributes:
         run: The record of the run.
@@ -177,7 +177,7 @@ class Figures:
 
     @property
     def seconds(self) -> float:
-        """Total seconds of the attempts. Hosts cost nothing between attempts."""
+        """Total duration of the attempts in seconds, excluding the time between them, when hosts cost nothing."""
         return math.fsum(attempt.seconds for attempt in self.attempts)
 
     @property
@@ -248,11 +248,11 @@ class Figures:
         """The steps of the rank that sets the pace, on which all numbers on the page are based.
 
         A rank whose record is missing may wait longer for data, and the other ranks then wait for it in their backward
-        pass. The data service's figures include the waits of all ranks, and are used to correct the steps.
+        pass. The data service's figures include the waits of all ranks, so they are used to correct the steps.
         """
         rank = self.pace_rank
         steps = Totals() if rank is None else self.ranks[rank]
-        # By rank number, which is read from names such as "rank 3 on algo-1".
+        # Keyed by rank number, which is parsed from names such as "rank 3 on algo-1".
         shares = {int(name.split()[1]): figures.wait_fraction for name, figures in self.data[0].items()}
         longer = max(shares.values(), default=0.0) - shares.get(-1 if rank is None else rank, steps.waiting)
         return replace(steps, parts=with_longest_wait(steps.parts, steps.waiting + longer))
@@ -272,7 +272,7 @@ class Figures:
         """Seconds of each span on the pace rank and its host, by display name. Spans during restarts are left out."""
         spans: dict[str, list[float]] = defaultdict(list)
         for span in lines_of([*self.pace_records, *self._pace_launchers], Span):
-            # Skip every span that overlaps a restart: the span of a process that waits for a restart begins before it.
+            # Skip every span that overlaps a restart: the span of a process that waits for it begins earlier.
             if not any(span.begin < restart.until and restart.since < span.t for restart in self.restarts):
                 spans[SPANS.get(span.name, OTHER)].append(span.seconds)
         return dict(spans)
@@ -317,7 +317,7 @@ class Figures:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the whole run. Repeated steps count once."""
+        """Number of steps in the whole run. Repeated steps count once."""
         trained = [one for one in self.pace_records if any(lines_of([one], Loader)) and any(lines_of([one], Steps))]
         undone = sum(self._num_undone(before, after) for before, after in pairwise(trained))
         return sum(line.n + line.untimed for line in lines_of(self.pace_records, Steps)) - undone
@@ -364,7 +364,7 @@ class Figures:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds that do not depend on the number of steps, without restarts, which are a matter of luck."""
+        """Seconds that do not depend on the number of steps, excluding restarts, which occur by chance."""
         of_steps = self.num_steps * (self.pace.step_s + self.growing_step_s)
         return max(0.0, self.seconds - self.shares[RESTARTS] - self.repeated_s - of_steps)
 
@@ -444,7 +444,7 @@ class Figures:
     def bins(self) -> list[tuple[float, float, Totals]]:
         """The steps of the rank that sets the pace, summed over intervals of time for charts.
 
-        Each interval that has steps is given by its begin and end, in seconds since the run began, and its totals.
+        Each interval that has steps is given by its start and end, in seconds since the run began, and its totals.
         """
         width = max(1e-9, (self.attempts[-1].end - self.begin) / _MAX_BINS)
         bins = []
@@ -492,7 +492,7 @@ def _outcome(records: Sequence[ProcessRecord]) -> tuple[str, str]:
     """Return the outcome of an attempt, and why it did not succeed.
 
     Use the job's outcome if any launcher recorded it. If not, use the outcome of trainer hosts only, because a data
-    host may fail alone or may no longer be needed. As on the service, the first failure is the job's failure.
+    host may fail on its own or no longer be needed. As on the service, the first failure is the job's failure.
     """
     ends = [(record.head, line) for record in records for line in record.lines if isinstance(line, End)]
     known = [(head, end) for head, end in ends if end.job_outcome is not None or head.role == "trainer"]

@@ -1,4 +1,4 @@
-"""The job file of a plan, with the hosts and workers of its best line."""
+"""The job file for a plan, with the hosts and workers of its best line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def job_of_plan(planned: Sizing, prices: Prices) -> str:
         planned: The plan.
         prices: Prices of hosts.
     """
-    import yaml  # noqa: PLC0415 - takes tens of milliseconds, and few commands write a file
+    import yaml  # noqa: PLC0415 - the import takes tens of milliseconds, and few commands need it
 
     run = planned.run
     command = run.command

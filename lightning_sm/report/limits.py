@@ -1,4 +1,4 @@
-"""The limits of a run: a list of costs that changes could reduce, each with its seconds."""
+"""The limits of a run: costs that changes could reduce, measured in seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_sm.data.trainer.waiting_reasons import paces, wait_cause
 from lightning_sm.record.thresholds import MIN_SECONDS, MIN_STEPS, NOT_INPUT_BOUND, WORTH_SHOWING, WaitCause, slow_rank
 from lightning_sm.report.figures import RESTARTS, Figures
 
-# A removable limit of at least this share of the job comes before the work of the training itself.
+# A removable limit that takes at least this share of the job ranks above the training work itself.
 _REMOVABLE = 0.2
 # On a busy or small host, starting Python and importing torch takes up to this long for any script.
 _USUAL_START_S = 30.0
@@ -28,8 +28,8 @@ class Limit:
         name: The limit in a few words, such as ``checkpoints``.
         seconds: Its cost in seconds, over the whole job.
         finding: The measurements, in a sentence or two.
-        change: What to do about it, in the imperative; empty if ``finding`` includes that.
-        is_work: Whether it is the work of the training itself, which a change can shorten, but not remove.
+        change: What to do about it, in the imperative; empty if ``finding`` already includes it.
+        is_work: Whether it is part of the training work itself, which a change can shorten but not remove.
     """
 
     name: str
@@ -39,17 +39,17 @@ class Limit:
     is_work: bool = False
 
 
-# The parts of a step in which a rank cannot wait for other ranks.
+# The parts of a step in which a rank never waits for other ranks.
 _OWN = ("to_device", "forward", "other")
 # What to change, by span outside the steps.
 _SPANS = {
     "validation": "Validate less often (check_val_every_n_epoch, val_check_interval), or on less data.",
-    "checkpoints": "Save less often (every_n_train_steps, train_time_interval), or less.",
+    "checkpoints": "Save less often (every_n_train_steps, train_time_interval), or save less each time.",
     "first step": "Start fewer workers, or compile less.",
     "model export": "Export only the weights, or a smaller model.",
-    "between epochs": "Keep a local loader's workers (persistent_workers=True), and check what callbacks do there.",
+    "between epochs": "Set persistent_workers=True for a local loader, and check what callbacks do between epochs.",
 }
-# By part of a step: name of the limit, whether it is the work of the training itself, and what to change.
+# By part of a step: name of the limit, whether it is part of the training work itself, and what to change.
 _PARTS = {
     "forward": ("the forward pass", True, "Compile the model; avoid Python per sample, and values read from the GPU."),
     "backward": (
@@ -66,12 +66,12 @@ _PARTS = {
 def limits(run: Figures, advice: str = "") -> list[Limit]:
     """Return the limits of a run that are worth a change, largest first.
 
-    Nearly full memory and idle GPUs come last, with 0 seconds: the former costs nothing until it ends the job, and the
-    latter cost no time.
+    Nearly full memory and idle GPUs come last, with 0 seconds: memory costs nothing until it runs out, which ends the
+    job, and idle GPUs do not make the job longer.
 
     Args:
         run: The run.
-        advice: How to shorten the wait for data, if better advice than the cause's is known; else empty.
+        advice: How to shorten the wait for data. If empty, or if a data host is the cause, use the cause's own advice.
 
     Returns:
         The limits; empty for fewer than ``MIN_STEPS`` steps.
@@ -87,12 +87,12 @@ def limits(run: Figures, advice: str = "") -> list[Limit]:
 def leading(found: Sequence[Limit], seconds: float) -> Limit | None:
     """Return the limit for the headline.
 
-    This is the largest limit, except that the work of the training itself comes after removable limits of at least a
-    fifth of the job: the forward pass is the largest part of any healthy training.
+    This is the largest limit, except that removable limits of at least a fifth of the job rank above the training work
+    itself: the forward pass is the largest part of any healthy training run.
 
     Args:
         found: The limits, largest first.
-        seconds: Seconds of the whole job.
+        seconds: Duration of the whole job, in seconds.
     """
     removable = [limit for limit in found if not limit.is_work and limit.seconds >= _REMOVABLE * seconds]
     return next(iter((*removable, *found)), None)
@@ -109,9 +109,9 @@ def cause_of_wait(run: Figures) -> WaitCause | None:
     waits = f"Training waits {percent(run.pace.waiting)} of the time for the transforms"
     if workers == 0:
         text = f"{waits}: the training process builds its batches itself."
-        return WaitCause("the training process builds its own batches", text, "Set num_workers of the DataLoader.")
+        return WaitCause("the training process builds its own batches", text, "Set the DataLoader's num_workers.")
     text = f"{waits}: the workers of the loader ({workers} for each rank) are too slow."
-    return WaitCause("transforms", text, "Set a larger num_workers of the DataLoader, if the host has idle CPUs.")
+    return WaitCause("transforms", text, "Increase the DataLoader's num_workers if the host has idle CPUs.")
 
 
 def _of_waiting(run: Figures, advice: str) -> Limit:
@@ -125,15 +125,15 @@ def _of_waiting(run: Figures, advice: str) -> Limit:
 
 
 def _of_steps(run: Figures) -> Iterator[Limit]:
-    """Yield a rank that slows down the others, if any, and the parts of a step."""
+    """Yield a limit for a rank that slows down the others, if any, and one for each part of a step."""
     parts = {part: run.pace.parts[part] for part in _PARTS}
-    # Use the records of the ranks, or the data service's figures if they include more ranks.
+    # Use the ranks' records, or the data service's figures if they include more ranks.
     known, (ranks, _) = run.rank_paces, run.data
     slow = slow_rank(known if len(known) >= len(ranks) else paces(ranks))
     if slow is not None:
         extra_s = slow.extra_s * run.pace.num_steps
-        yield Limit("a slow rank", extra_s, slow.text, "Check what else its host runs, and its samples.")
-        # The slow rank spends these seconds in its code; the others wait for it in the backward pass.
+        yield Limit("a slow rank", extra_s, slow.text, "Check what else runs on its host, and the rank's samples.")
+        # The slow rank spends these seconds in its own code; the others wait for it in the backward pass.
         own_s = sum(parts[part] for part in _OWN)
         held_up = _OWN if own_s >= extra_s else ("backward",)
         left = max(0.0, 1.0 - extra_s / max(1e-9, sum(parts[part] for part in held_up)))
@@ -142,7 +142,7 @@ def _of_steps(run: Figures) -> Iterator[Limit]:
     for part, seconds in parts.items():
         name, is_work, change = _PARTS[part]
         if part == "backward" and unseen:
-            name, change = f"{name}, or a slower rank", "A report from the records of all ranks tells which."
+            name, change = f"{name}, or a slower rank", "A report from the records of all ranks shows which."
         finding = f"It takes {step_time(seconds / run.pace.num_steps)} of the {step_time(run.pace.step_s)} of a step."
         if run.on_gpu and part == "other":
             name, change = "Python, for which the GPU idles", f"{change} Check Python in training_step, too."

@@ -1,4 +1,4 @@
-"""``lightning-sm report --live``, which shows the last seconds of a running job from its record. It only reads."""
+"""The view of ``lightning-sm report --live``: the last seconds of a running job, read from its record."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lightning_sm.report.figures import RUNNING, Figures, Happening, HostSummary
 
 _LOG = command_logger(__name__)
 
-# Compute rates over this time. In a long job, lines are farther apart, so the newest line always counts.
+# Compute rates over this time. In a long job, lines may be farther apart, so always include the newest one.
 _WINDOW_S = 15.0
-# Seconds between two reads of the record.
+# Time between two reads of the record.
 _EVERY_S = 2.0
 # Silence for this long means a problem: a running host writes a line at least every 30 s.
 SILENCE_S = 300.0
@@ -111,7 +111,7 @@ def watch(sources: Sequence[Path], job: str | None, *, is_once: bool, is_json: b
     """Show a job until it ends or has been silent for ``SILENCE_S``; return the exit code.
 
     Args:
-        sources: Folders with the record of the job in or below them.
+        sources: Folders that contain the job's record, directly or in subfolders.
         job: Name of the job. If None, show the newest one.
         is_once: Whether to show the job only once.
         is_json: Whether to write lines of JSON.
@@ -138,7 +138,7 @@ def watch(sources: Sequence[Path], job: str | None, *, is_once: bool, is_json: b
                 return 0
         if time.monotonic() - known_at >= SILENCE_S:
             _LOG.error(
-                "no host has written a line for %s: the job was killed, or its end is lost.", duration(SILENCE_S)
+                "no host has written a line for %s: the job was killed, or its record has no end.", duration(SILENCE_S)
             )
             return SILENT_EXIT_CODE
         time.sleep(_EVERY_S)
@@ -184,7 +184,7 @@ def as_text(shown: LiveJob) -> str:
     until = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(shown.until))
     lines = [
         f"job {shown.job}{attempt}, recorded for {duration(shown.seconds)} until {until}",
-        *([f"{shown.ending} The values below are from the seconds before."] if shown.ending else []),
+        *([f"{shown.ending} The values below are from just before the end."] if shown.ending else []),
         "   ".join(facts) or "no training step yet",
         *(["   ".join(metrics)] if metrics else []),
         "",

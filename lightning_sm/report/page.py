@@ -1,4 +1,4 @@
-"""The page of a report: a self-contained HTML file without scripts, which opens offline."""
+"""The report page: a self-contained HTML file that opens offline and contains no scripts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_sm.record.thresholds import MIN_STEPS, NOT_INPUT_BOUND
 from lightning_sm.report import verdict
 from lightning_sm.report.figures import Figures
 
-# Collapse longer tables.
+# Collapse tables with more rows than this.
 _OPEN_ROWS = 12
 _TEMPLATE = Path(__file__).with_name("page.html")
 _NEEDED = ("matplotlib", "jinja2")
@@ -45,14 +45,14 @@ def render(runs: Sequence[Figures], prices: Prices) -> str:
         prices: Prices of hosts; empty if the user gave none.
 
     Raises:
-        JobConfigError: A library is not installed. The message tells what to install.
+        JobConfigError: A library is not installed. The message says what to install.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise JobConfigError(f"A report needs {' and '.join(missing)}: pip install {' '.join(missing)}.")
     from jinja2 import Environment, StrictUndefined  # noqa: PLC0415 - may be missing
 
-    from lightning_sm.report import charts  # noqa: PLC0415 - Matplotlib may be missing, and takes a second to load
+    from lightning_sm.report import charts  # noqa: PLC0415 - Matplotlib may be missing, and takes a second to import
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {name: partial(_known, text) for name, text in _FILTERS.items()}

@@ -1,4 +1,4 @@
-"""``lightning-sm plan``, which predicts from a short run what more workers or hosts would change. Pure arithmetic.
+"""The arithmetic of ``lightning-sm plan``, which predicts from a short run what more workers or hosts would change.
 
 As in tf.data service's autoscaler, the slowest part of a step sets the pace:
 
@@ -6,7 +6,7 @@ As in tf.data service's autoscaler, the slowest part of a step sets the pace:
 
 where ``t0`` is the time of a step without waiting for data, ``c`` is the total work of all workers for one step, ``W``
 is the number of workers, ``e`` is the share of the time in which they are busy, ``wire`` is the network's time for one
-step, and ``rest`` is the time that the measured step took beyond the maximum. All times are in seconds.
+step, and ``rest`` is the time by which the measured step exceeded the maximum. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from lightning_sm.record.thresholds import MIN_STEPS, NOT_INPUT_BOUND, WORKERS_A
 from lightning_sm.record.totals import of_all_ranks
 from lightning_sm.report.figures import Figures
 
-# Plan for workers that are busy for at most this share of the time, because batches differ.
+# Plan for workers that are busy for at most this share of the time, because some batches take longer.
 _TARGET = 0.9
 # Assume a network of at least 1 Gbit/s. Otherwise, the latency of small batches would look like a lack of bandwidth.
 _LEAST_BYTES_S = 1e9 / 8
 # Do not propose changes that save less than this share of the job.
 _WORTH = 0.02
-# Do not propose more than this many times the measured workers: if so many are needed, the transforms are the problem.
+# Do not propose more than this multiple of the measured workers: if more are needed, the transforms are the problem.
 _MOST_WORKERS = 10
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """The measurements of a run's input.
+    """The measurements of a run's input pipeline.
 
     Attributes:
         own_s: ``t0``: seconds of a step without waiting, the larger of the host's and the GPU's work.
-        cost_s: ``c``: seconds of work of all workers for one step of all ranks.
-        workers: Number of workers of all ranks or data hosts.
+        cost_s: ``c``: seconds of work, summed over all workers, for one step of all ranks.
+        workers: Total number of workers of all ranks or data hosts.
         num_ranks: Number of ranks.
         num_hosts: Number of data hosts that build the batches.
         busy: ``e``: the share of the time in which workers were busy while training waited, 0 to 1.
@@ -65,7 +65,7 @@ class MeasuredRun:
 
     @property
     def workers_needed(self) -> int:
-        """The number of workers that avoids all waiting, with a tenth in reserve."""
+        """The number of workers that would remove all waiting, with 10% in reserve."""
         return max(1, math.ceil(self.cost_s / max(1e-9, _TARGET * self.own_s)))
 
     def predict(self, workers: int) -> tuple[float, str]:
@@ -78,7 +78,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class SizingRow:
-    """A prediction.
+    """One line of a plan: a number of workers and data hosts, with its predicted times and cost.
 
     Attributes:
         workers: Total number of workers of all ranks or data hosts.
@@ -106,8 +106,8 @@ class Sizing:
     Attributes:
         run: The measured run.
         measured: The measurements of its input.
-        lines: The measured number of workers, the best one, and the largest one, which removes the waiting or uses all
-            available CPUs.
+        lines: The lines for the measured, the best and the largest number of workers. The largest removes the wait for
+            workers, as far as CPUs and ``_MOST_WORKERS`` allow.
         best: The line to choose: the cheapest one, or the first line if the cheapest would save too little. Without
             prices, all hosts count as equally expensive.
         kind: Instance type of the data hosts; None for the measured one.
@@ -123,7 +123,7 @@ class Sizing:
 
 
 def measure(run: Figures) -> MeasuredRun:
-    """Return the measurements of a run's input.
+    """Return the measurements of a run's input pipeline.
 
     Args:
         run: A run; one minute is long enough.
@@ -184,7 +184,7 @@ def sentence(planned: Sizing, prices: Prices) -> str:
     waiting = planned.run.pace.waiting
     waits = f"Training waits {percent(waiting)} of the time for data"
     if waiting < NOT_INPUT_BOUND:
-        return f"{waits}: more workers would change nothing worth mentioning."
+        return f"{waits}: more workers would make no noticeable difference."
     return f"{waits}. {advice(planned, prices)}"
 
 
@@ -195,8 +195,8 @@ def advice(planned: Sizing, prices: Prices) -> str:
     if planned.best is planned.lines[0] or measured.workers_needed > most:
         ratio = measured.cost_s / measured.num_ranks / max(1e-9, measured.own_s)
         said.append(
-            f"Make the transforms cheaper first, or do them beforehand: building a batch takes {ratio:.2g} times as "
-            f"long as training on it, and to keep up would take {count(measured.workers_needed, 'worker')}, each with "
+            f"Make the transforms cheaper first, or run them beforehand: building a batch takes {ratio:.2g} times as "
+            f"long as training on it, and keeping up would take {count(measured.workers_needed, 'worker')}, each with "
             "a CPU of its own."
         )
     if len(planned.lines) == 1:
@@ -236,18 +236,18 @@ def as_text(planned: Sizing, prices: Prices) -> str:
     measured, run = planned.measured, planned.run
     facts = [
         f"Measured in {run.run.name}: {step_time(run.pace.step_s)} a step, {percent(run.pace.waiting)} of it waiting "
-        f"for data; without waiting {step_time(measured.own_s)}. A step needs {step_time(measured.cost_s)} of "
-        "work by all workers together.",
+        f"for data, or {step_time(measured.own_s)} without waiting. A step needs {step_time(measured.cost_s)} of "
+        "work from all workers together.",
         *([run.run.flaws] if run.run.flaws else []),
     ]
     if planned.lines[-1].cost is None and planned.lines[-1].num_hosts:
         facts.append("This assumes equal prices for all hosts. Give prices with --price.")
     if planned.kind is not None:
-        facts.append("Hosts of this kind were not measured: vCPUs are assumed to be as fast as the measured ones.")
+        facts.append("Hosts of this kind were not measured: their vCPUs are assumed to be as fast as measured ones.")
     if not measured.num_hosts:
         facts.append(
-            "This work is estimated from the time of a step and the number of workers. Workers on the hosts of the "
-            "trainers share their CPUs with training."
+            "This work is estimated from the time of a step and the number of workers. Workers on trainer "
+            "hosts share the CPUs with training."
         )
     return "\n\n".join([sentence(planned, prices), _table(planned, prices), "\n".join(facts)])
 
@@ -261,7 +261,7 @@ def _local(run: Figures, own_s: float) -> MeasuredRun:
     num_ranks = max(1, run.world_size)
     most = num_ranks * min(max(1, loader.cpus // max(1, loader.ranks_of_host)) for loader in loaders)
     # If workers are too slow, they are always busy. If not, this is an upper bound on their work. Without workers, the
-    # training process builds its batches between two steps.
+    # training process builds its batches between steps.
     cost_s = min(workers, most) * step_s if workers else waiting * step_s * num_ranks
     return MeasuredRun(own_s, cost_s, workers, num_ranks, most_here=most)
 
@@ -271,12 +271,12 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
     up = [host for host in hosts if host.state == "up" and host.workers]
     workers = sum(host.workers for host in up)
     if not workers:
-        raise JobConfigError(f"{run.run.source}: the record has no data host that was up and had workers.")
+        raise JobConfigError(f"{run.run.source}: no data host in the record was up and had workers.")
     num_ranks = max(1, run.world_size)
     # Divide by each rank's steps: the last figures of some ranks may be missing.
     cost_s = of_all_ranks([rank.produce_s / rank.num_steps for rank in ranks.values()], run.world_size)
     num_bytes = of_all_ranks([rank.num_bytes / rank.num_steps for rank in ranks.values()], run.world_size)
-    # Bytes per second over whole steps, and during transfers alone: higher if workers were slower than the network.
+    # Bytes/s over whole steps, and during transfers alone, which is higher if workers were slower than the network.
     rates = [rank.num_bytes / rank.seconds for rank in ranks.values() if rank.seconds > 0]
     rates += [rank.num_bytes / rank.transfer_s for rank in ranks.values() if rank.transfer_s > 0]
     capacity_s = math.fsum(host.capacity_s for host in up)
@@ -284,7 +284,7 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
     if run.pace.waiting >= NOT_INPUT_BOUND and busy < WORKERS_ARE_BUSY:
         raise JobConfigError(
             f"{run.run.source}: the workers of the data hosts ({workers:,}) were busy only {percent(busy)} of the "
-            "time, so more of them are not the answer: check the network, slow hosts, and "
+            "time, so more workers would not help: check the network, slow hosts, and "
             "data_service.window_batches."
         )
     cpus = [host.cpus or num_vcpus(host.instance_type or "") or 0 for host in run.hosts if host.role == "data"]
@@ -312,7 +312,7 @@ def _same_hosts(measured: MeasuredRun) -> Iterator[tuple[int, int]]:
 
 
 def _more_hosts(measured: MeasuredRun, kind: str | None) -> Iterator[tuple[int, int]]:
-    """Yield pairs (workers, data hosts) with more and more data hosts, until training no longer waits for data."""
+    """Yield pairs (workers, data hosts) with ever more data hosts, until training no longer waits for data."""
     # Hosts of the measured kind are added to the existing ones; hosts of another kind replace them.
     first, per_host = measured.num_hosts + 1, measured.most_here // max(1, measured.num_hosts)
     if kind is not None:
@@ -330,8 +330,7 @@ def _more_hosts(measured: MeasuredRun, kind: str | None) -> Iterator[tuple[int, 
 def _cheapest(run: Figures, first: SizingRow, lines: Sequence[SizingRow]) -> SizingRow:
     """Return the cheapest line if it saves enough, else ``first``. Among equally cheap lines, prefer the fastest.
 
-    Without prices, all hosts count as equally expensive, and only the time of steps counts: a short run is mostly
-    start-up.
+    Without prices, all hosts count as equally expensive, and only step times count: a short run is mostly start-up.
     """
     trainers = sum(host.role == "trainer" for host in run.hosts) or 1
     has_prices = first.cost is not None and all(line.cost is not None for line in lines)

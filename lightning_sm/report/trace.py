@@ -1,8 +1,8 @@
 """The timeline of a run for Perfetto (https://ui.perfetto.dev), in Chrome's trace event format.
 
-Each process with a record becomes a process in Perfetto. All share one clock: seconds since the run began, measured on
-the process's host. Rank 0's figures about data hosts have separate tracks, which include data hosts without a record.
-The format is described in https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+Each process with a record becomes a process in Perfetto. All times are relative to the start of the run, by the clock
+of the process's host. Rank 0's figures about data hosts have separate tracks, even for data hosts without a record. The
+format is described in https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def trace(runs: Sequence[Figures]) -> str:
     """Return the timeline of runs as JSON. Each run begins at 0.
 
     Args:
-        runs: One or more runs. If there are several, process names begin with the name of the run.
+        runs: One or more runs. If there are several, each process name begins with the name of its run.
     """
     events: list[dict[str, Any]] = []
     pids: dict[tuple[str, str], int] = {}

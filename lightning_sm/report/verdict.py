@@ -20,7 +20,7 @@ _MEANING = {
 
 
 def ending(run: Figures) -> str:
-    """Return sentences about the outcome of a run, hosts whose end is not recorded, and flaws of the record."""
+    """Return sentences about the outcome of a run, hosts whose end is not recorded, and flaws in the record."""
     attempts = "" if len(run.attempts) == 1 else f" in {count(len(run.attempts), 'attempt')}"
     time = f"{duration(run.seconds)}{attempts}"
     gone = run.hosts_without_end
@@ -54,14 +54,14 @@ def _largest(run: Figures) -> str:
 
 
 def changes(run: Figures, prices: Prices) -> list[str]:
-    """Return the changes worth making, each with what its limit costs now, largest cost first."""
+    """Return the changes worth making, each with the current cost of its limit, largest cost first."""
     try:
         advice_on_waiting = advice(plan(run, prices), prices)
-    except JobConfigError:  # the run lacks data for a plan; use the advice of the cause
+    except JobConfigError:  # the run lacks data for a plan; use the cause's own advice
         advice_on_waiting = ""
     found = limits(run, advice_on_waiting)
     first = leading(found, run.seconds)
-    # The parts of the training itself are necessary work, so list one only if it is the leading limit.
+    # The parts of a step that train the model are necessary work, so list one only if it is the leading limit.
     return [_change(run, limit, prices) for limit in found if limit is first or not limit.is_work]
 
 

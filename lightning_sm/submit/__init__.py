@@ -1,1 +1,1 @@
-"""The submission of jobs described in a small YAML file, which is checked before anything is sent."""
+"""Submitting jobs described in a small YAML file, which is checked before anything is sent."""

@@ -1,6 +1,6 @@
 """Read-only checks of the account before a job is submitted: credentials, role, image, buckets and quotas.
 
-A check reports a problem only if the job is certain to fail. Missing permissions and unknown facts cause warnings.
+A check reports a problem only if the job is certain to fail. Missing permissions and unknown facts only cause warnings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_sm.submit.preflight import ECR_IMAGE
 from lightning_sm.submit.problems import Findings, JobProblem
 
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException", "403"})
-# Titles in Service Quotas for the service "sagemaker"; the quota codes differ by instance type.
+# Quota names for the service "sagemaker". Quotas are looked up by name, because their codes differ by instance type.
 _QUOTA = "{} for training job usage"
 _SPOT_QUOTA = "{} for spot training job usage"
 
@@ -28,8 +28,8 @@ def check_account(clients: Clients, job: Job, region: str) -> Findings:
     """Check that the account has what a job needs, without changing anything.
 
     Args:
-        clients: Clients of the AWS APIs.
-        job: The job, which has passed the checks of the job file.
+        clients: Clients for the AWS APIs.
+        job: The job, which has passed the job-file checks.
         region: Region of the job.
 
     Raises:
@@ -37,14 +37,14 @@ def check_account(clients: Clients, job: Job, region: str) -> Findings:
     """
     # For each check: the subject, the required permission, and the findings (problems, and warnings as text).
     checks = [
-        ("whether AWS accepts the credentials", "sts:GetCallerIdentity", _credentials(clients)),
+        ("the validity of the credentials", "sts:GetCallerIdentity", _credentials(clients)),
         ("role", "iam:GetRole", _role(clients, job)),
         ("image", "ecr:DescribeImages", _image(clients, job)),
         *(
             (f"{key}: the bucket {bucket}", "s3:ListBucket", _bucket(clients, key, bucket, region))
             for key, bucket in _buckets(job).items()
         ),
-        ("the quota of the hosts", "servicequotas:ListServiceQuotas", _quotas(clients, job, region)),
+        ("the quota for the hosts", "servicequotas:ListServiceQuotas", _quotas(clients, job, region)),
     ]
     findings = [finding for check in checks for finding in _found(*check)]
     problems = [finding for finding in findings if isinstance(finding, JobProblem)]
@@ -56,7 +56,7 @@ def _found(subject: str, permission: str, findings: Iterator[JobProblem | str]) 
         yield from findings
     except (ClientError, BotoCoreError) as error:
         is_denied = isinstance(error, ClientError) and error_code(error) in _DENIED
-        why = f"you may not call {permission}." if is_denied else str(error)
+        why = f"you are not allowed to call {permission}." if is_denied else str(error)
         yield f"{subject} was not checked: {why}"
 
 
@@ -64,7 +64,7 @@ def _credentials(clients: Clients) -> Iterator[JobProblem | str]:
     try:
         clients.look("sts").get_caller_identity()
     except (ClientError, SSOError, TokenRetrievalError) as error:  # this call needs no permission
-        raise AWSError(f"AWS does not accept your credentials; renew them, as with aws sso login: {error}") from error
+        raise AWSError(f"AWS does not accept your credentials; renew them (aws sso login): {error}") from error
     yield from ()
 
 
@@ -79,7 +79,7 @@ def _role(clients: Clients, job: Job) -> Iterator[JobProblem | str]:
         return
     if role["Arn"] != job.role:
         yield JobProblem("role", f"role is {job.role!r}, but the ARN of the account's role {name} is {role['Arn']}.")
-    # Policies take many forms, but none admits the service without this name.
+    # Policies take many forms, but none can let the service assume the role without naming it.
     elif "sagemaker.amazonaws.com" not in json.dumps(role.get("AssumeRolePolicyDocument", {})):
         yield JobProblem(
             "role",
@@ -106,7 +106,7 @@ def _image(clients: Clients, job: Job) -> Iterator[JobProblem | str]:
 
 
 def _buckets(job: Job) -> Mapping[str, str]:
-    """Return the buckets of a job, by the keys that name them."""
+    """Return a job's buckets, each by the key that names it."""
     uris = {f"channels.{name}": channel.uri for name, channel in job.channels.items()}
     uris |= {"output": job.output or "", "checkpoints": job.checkpoints or ""}
     return {key: uri.split("/")[2] for key, uri in uris.items() if uri}
@@ -123,7 +123,7 @@ def _bucket(clients: Clients, key: str, bucket: str, region: str) -> Iterator[Jo
     place = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", region)
     if place == region:
         return
-    text = f"{key}: the bucket {bucket} is in {place}, and the job in {region}"
+    text = f"{key}: the bucket {bucket} is in {place}, but the job is in {region}"
     if key.startswith("channels."):
         # API, S3DataSource: "Your input bucket must be located in same region as your training job."
         yield JobProblem(key, f"{text}. Copy the data, or set AWS_DEFAULT_REGION={place}.")
@@ -147,6 +147,6 @@ def _quotas(clients: Clients, job: Job, region: str) -> Iterator[JobProblem | st
         elif quota < count:
             yield JobProblem(
                 "groups",
-                f'groups: the job needs {count}, but the account\'s quota "{title}" in {region} is {quota:g}. Ask for '
-                "more in Service Quotas, or lower count.",
+                f'groups: the job needs {count}, but the account\'s quota "{title}" in {region} is {quota:g}. '
+                "Request an increase in Service Quotas, or lower count.",
             )

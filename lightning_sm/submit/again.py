@@ -1,7 +1,7 @@
-"""``lightning-sm jobs again``, which sends the request of an existing training job again, with changes and a new name.
+"""``lightning-sm jobs again``, which resubmits the request of an existing training job, with changes and a new name.
 
-The service returns the original request, so neither the job file nor the SDK that created it is needed. The request is
-converted to keys of a job file; members without a key go into ``request``.
+The service returns the original request, so neither the job file nor the SDK that created the job is needed. The
+request is converted to keys of a job file; members without a key go into ``request``.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _OF_TUNING = "_tuning_objective_metric"
 def again(
     clients: Clients, description: Mapping[str, Any], settings: Sequence[str], *, is_dry_run: bool, yes: bool
 ) -> None:
-    """Submit the request of a training job again.
+    """Resubmit the request of a training job.
 
     Args:
-        clients: Clients of the AWS APIs.
-        description: An answer of DescribeTrainingJob.
+        clients: Clients for the AWS APIs.
+        description: A response from DescribeTrainingJob.
         settings: Changes, as ``KEY=VALUE`` with keys of a job file.
         is_dry_run: Whether to print the request, without secrets, and send nothing.
         yes: Whether to submit without asking.
 
     Raises:
         ClientError: AWS rejects a request.
-        SubmitError: A change is not possible, or the new job has problems.
+        SubmitError: A change is invalid, or the new job has problems.
     """
     keys = _keys(clients, description)
     name = description["TrainingJobName"]
@@ -53,7 +53,7 @@ def again(
     job = read_job(None, [*original, *_changes(settings)])
     if job.checkpoints is not None and job.checkpoints == keys["checkpoints"]:
         _LOG.warning(
-            "warning: the new job resumes from the checkpoints of %s, in %s. To start over, pass --set checkpoints=s3://...",
+            "warning: the new job resumes from %s's checkpoints, in %s. To start over, pass --set checkpoints=s3://...",
             name,
             job.checkpoints,
         )
@@ -73,7 +73,7 @@ def _changes(settings: Sequence[str]) -> list[Override]:
 
 
 def _keys(clients: Clients, description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a job file that results in the same request."""
+    """Return the keys of a job file that would result in the same request."""
     request = {name: value for name, value in fitting(description, "CreateTrainingJobRequest")[0].items() if value}
     environment: dict[str, str] = request.pop("Environment", {})
     of_keys = {JOB_SECRET.name, MAX_RESTARTS.name}
@@ -108,7 +108,7 @@ def _groups(resources: dict[str, Any]) -> dict[str, Any]:
             group["InstanceGroupName"]: {"instance_type": group["InstanceType"], "count": group["InstanceCount"]}
             for group in groups
         }
-    preferences = resources.get("InstancePreferences")  # the service chooses hosts, so only key names matter
+    preferences = resources.get("InstancePreferences")  # the service then chooses the hosts, and the group is not sent
     only = preferences[0] if preferences else resources
     group = {"instance_type": only["InstanceType"], "count": only.get("InstanceCount", 1)}
     if not preferences:

@@ -32,7 +32,7 @@ Every key of the file is also an option that overrides the file, such as --group
 {SERVICE}
 """
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
-_KEYS = "keys of the job file, which are also options; NAME is any name"
+_KEYS = "keys of the job file, which are also options; NAME stands for any name"
 
 
 def main(argv: Sequence[str], *, write_report: ReportWriter) -> int:
@@ -43,13 +43,13 @@ def main(argv: Sequence[str], *, write_report: ReportWriter) -> int:
         write_report: Writes the report of a job that has ended.
 
     Returns:
-        0; if the job failed, the exit code of a host if it is known, else 1.
+        0 for success; if the job failed, a host's exit code if known, else 1.
 
     Raises:
-        AWSError: Region or credentials are missing.
-        ContainerError: With --local, Docker is missing, or does not have the image.
+        AWSError: The region or credentials are missing.
+        ContainerError: Docker is missing or does not have the image, or the image cannot be built or pushed.
         SDKError: boto3 is not installed.
-        SubmitError: The job cannot be submitted; nothing was sent.
+        SubmitError: The job cannot be submitted, or AWS rejects a request or cannot be reached.
     """
     parser = CommandParser(
         prog="lightning-sm submit",
@@ -70,7 +70,7 @@ def main(argv: Sequence[str], *, write_report: ReportWriter) -> int:
     if options.file is None and not overrides:
         parser.error("no job file is given")
     if options.local and not options.wait:
-        parser.error("argument --no-wait: not allowed with argument --local, which ends with the job")
+        parser.error("argument --no-wait: not allowed with argument --local, which always waits for the job")
     job = read_job(options.file, overrides)
     check_boto3("lightning-sm submit")
     from lightning_sm.cloud.follow import exit_code, reason_of  # noqa: PLC0415

@@ -67,7 +67,7 @@ def _why_unknown(job: Job) -> str | None:
     if job.requested("ResourceConfig.InstancePreferences") is not None:
         return "the service chooses the hosts (InstancePreferences in request)"
     if missing:
-        return f"there is no price for {', '.join(missing)}; add it, per hour of a host: prices: {{{missing[0]}: 1.41}}"
+        return f"there is no price for {', '.join(missing)}; add a host's hourly price: prices: {{{missing[0]}: 1.41}}"
     if job.tune is not None and job.tune.max_jobs is None:
         return "tune.max_jobs, the number of training jobs, is missing"
     return None
@@ -86,7 +86,7 @@ def _words(job: Job) -> str:
 
 
 def _most(job: Job) -> float:
-    """Return the cost of all hosts until the time limit, including the time in a warm pool."""
+    """Return the cost of all hosts and jobs up to the time limit, including the time in a warm pool."""
     prices = Prices(job.prices)
     per_hour = sum((prices.of(name, group.instance_type) or 0.0) * group.count for name, group in job.groups.items())
     return _num_jobs(job) * cost(per_hour, _seconds(job))

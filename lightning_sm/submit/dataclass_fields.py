@@ -1,4 +1,4 @@
-"""The fields with which ``job_file`` describes the keys of a job file, for the reader, the help and the reference.
+"""The dataclass fields that describe the keys of a job file for the reader, the help text and the reference.
 
 Each section of the file is a dataclass whose fields are created by ``key``.
 """
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard, Union, get_args, get_ori
 
 from lightning_sm._text import closest
 
-# Stands for any name that the user chooses in the path of a key.
+# In the path of a key, stands for any name that the user chooses.
 ANY_NAME = "NAME"
 _KINDS = {int: "a whole number", float: "a number", str: "text", list: "a list", dict: "names with values"}
 
@@ -81,7 +81,7 @@ class KeyPath(NamedTuple):
 
 @cache
 def keys_of(section: type) -> Mapping[str, KeyField]:
-    """Return the keys of a section by name, in the order of the class."""
+    """Return the keys of a section by name, in the order of their definition."""
     hints = get_type_hints(section)
     keys: dict[str, KeyField] = {}
     for field in dataclasses.fields(section):
@@ -110,12 +110,12 @@ def _below(section: type, parts: tuple[str, ...]) -> Iterator[KeyPath]:
 
 
 def is_section(kind: Any) -> TypeGuard[type]:
-    """Return whether a type is a section, with keys."""
+    """Return whether a type is a section, which consists of keys."""
     return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
 def expected(kind: Any, unit: str) -> str:
-    """Describe the values of a type in words."""
+    """Describe the values that a type allows, for messages."""
     if get_origin(kind) is Literal:
         *others, last = get_args(kind)
         return f"{', '.join(others)} or {last}"
@@ -129,13 +129,13 @@ def shown_default(value: Any) -> str:
 
 
 def suggestion(name: str, section: type, root: type, option: str = "") -> str:
-    """Suggest a key for an unknown one, in a sentence with a leading space; empty if there is nothing to suggest.
+    """Return a sentence, with a leading space, that suggests a key instead of an unknown one; empty if none is similar.
 
     Args:
         name: The unknown key.
         section: The section that contains it.
         root: The section of the whole file.
-        option: Prefix of a key on the command line: two dashes.
+        option: Prefix of the suggested key: ``--`` on the command line.
     """
     # Turn MaxWaitTimeInSeconds and max-wait-time-in-seconds into snake case.
     word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[- ]", "_", name).lower()
@@ -167,7 +167,7 @@ def key(
     default: Any = dataclasses.MISSING,
     made: Any = dataclasses.MISSING,
 ) -> Any:
-    """Return the field of a section, with its documentation (``JobKey``).
+    """Create the field for a key, with its documentation (``JobKey``).
 
     Args:
         meaning: The purpose of the key, in one or two sentences.
@@ -176,7 +176,7 @@ def key(
         least: Smallest number allowed.
         unit: Unit of a number.
         default: The value if the key is missing; a key without a default is required.
-        made: A function that creates the default value, instead of ``default``.
+        made: A function that creates the default value, used instead of ``default``.
     """
     about = JobKey(meaning, example, near, least, unit)
     return dataclasses.field(default=default, default_factory=made, metadata={"about": about})

@@ -1,4 +1,4 @@
-"""The build of a job's image with Docker, and its push to Amazon ECR."""
+"""Building a job's image with Docker, and pushing it to Amazon ECR."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lightning_sm.errors import ContainerError
 
 _LOG = command_logger(__name__)
 
-# The platform of SageMaker's training instances, whatever this machine's platform is.
+# The platform of SageMaker's training instances, regardless of this machine's platform.
 _PLATFORM = "linux/amd64"
-# Long enough to build and push images with CUDA, which take several gigabytes.
+# Long enough to build and push CUDA images of several gigabytes.
 _TIMEOUT_S = 4 * 3600.0
 
 
@@ -46,8 +46,8 @@ def push_image(ecr: Any, image: str) -> str:
     """Push an image unless its repository already has it; create the repository if it does not exist.
 
     Args:
-        ecr: boto3's client of ECR.
-        image: Name of an image that Docker has on this machine: registry, repository and tag.
+        ecr: boto3's ECR client.
+        image: Name of a local image, with registry, repository and tag.
 
     Returns:
         The image's name with its digest, so that later pushes do not affect the job.
@@ -75,12 +75,12 @@ def push_image(ecr: Any, image: str) -> str:
         _run_docker("push", image)
         digest = _pushed(ecr, account, repository, image)
     if digest is None:
-        raise ContainerError(f"Docker has pushed {image}, but {repository} has no image of its digest.")
+        raise ContainerError(f"Docker has pushed {image}, but {repository} has no image with its digest.")
     return f"{repository}@{digest}"
 
 
 def _pushed(ecr: Any, account: str, repository: str, image: str) -> str | None:
-    """Return a digest that Docker lists for an image, if the repository still has that digest, else None."""
+    """Return a digest that Docker lists for an image and that the repository still has, or None."""
     name = repository.partition("/")[2]
     known_names: list[str] = json.loads(docker("image", "inspect", "--format", "{{json .RepoDigests}}", image)) or []
     for known_name in known_names:
@@ -98,8 +98,8 @@ def _pushed(ecr: Any, account: str, repository: str, image: str) -> str | None:
 
 
 def _run_docker(*arguments: str) -> None:
-    """Run a slow command of Docker's client, and show its output."""
-    # SageMaker needs an image, not the index of an image and its attestations that BuildKit would create.
+    """Run a slow Docker command, and show its output."""
+    # SageMaker needs a plain image. By default, BuildKit creates an index of the image and its attestations.
     env = {**os.environ, "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
     try:
         done = subprocess.run(

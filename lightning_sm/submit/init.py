@@ -1,6 +1,6 @@
 """``lightning-sm init``, which writes a first job file for a script, with comments on what to fill in.
 
-Required values are placeholders in angle brackets, which the checks of ``lightning-sm submit`` reject.
+Required values are placeholders in angle brackets, which ``lightning-sm submit`` rejects until you fill them in.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ examples:
   lightning-sm init src/train.py             write job.yaml for this script, whose folder is sent with the job
   lightning-sm submit job.yaml --dry-run     check it, once you have filled in each <...>
 
-exit codes: 0 the file is written, 2 it exists, or there is no such script"""
-# The maximum length of a name in a job file, which preflight checks.
+exit codes: 0 the file was written, 2 it already exists, or there is no such script"""
+# The maximum length of ``name`` in a job file, as enforced by ``preflight``.
 _NAME_CHARS = 39
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+    """Add the command's options."""
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="training script")
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("job.yaml"), metavar="FILE", help="default: job.yaml; must not exist"

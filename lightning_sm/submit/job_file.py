@@ -1,8 +1,8 @@
 # ruff: noqa: RUF009 - key() creates the field of a dataclass
 """The job file: its keys, and how to read it together with the options that override it.
 
-The fields of the classes are the only description of the keys. The reader checks files against them, and the help of
-``lightning-sm submit`` and the reference are generated from them.
+The fields of the classes are the only description of the keys. The reader checks files against them, and the help text
+of ``lightning-sm submit`` and the reference are generated from them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_sm.submit.job_reader import JobReader
 from lightning_sm.submit.overrides import Override
 from lightning_sm.submit.problems import Position
 
-_DAY_S = 24 * 60 * 60  # the default of SageMaker's SDKs
+_DAY_S = 24 * 60 * 60  # the default time limit in SageMaker's SDKs
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Spot:
     """Spot capacity: cheaper, but AWS may interrupt the job."""
 
     max_wait_s: int = key(
-        "Seconds from submission to the end of the job, including waiting and restarts; at least `max_run_s`.",
+        "Maximum seconds from submission to the job's end, including waiting and restarts; at least `max_run_s`.",
         "7200",
         ("max_wait", "max_wait_time_in_seconds"),
         least=1,
@@ -69,7 +69,7 @@ class Retries:
 
     max_tries: int = key("Maximum number of submissions; 1 disables retries.", "5", least=1, default=5)
     first_pause_s: float = key(
-        "Seconds before the second submission; doubled each time, and randomly shortened by up to half.",
+        "Pause in seconds before the second submission; doubled each time, and randomly shortened by up to half.",
         "60",
         least=0,
         unit="seconds",
@@ -87,10 +87,10 @@ class Range:
     )
     max: float | None = key("Largest value.", "1e-1", default=None)
     values: list[Any] | None = key(
-        "The values, instead of `min` and `max`; they keep their types.", "[adam, sgd]", default=None
+        "The values to try, instead of `min` and `max`; they keep their types.", "[adam, sgd]", default=None
     )
     scale: Literal["auto", "linear", "log", "reverse_log"] = key(
-        "With `log` or `reverse_log`, the values near `min` or near `max` are tried more often.", "log", default="auto"
+        "`log` tries values near `min` more often, and `reverse_log` values near `max`.", "log", default="auto"
     )
 
 
@@ -100,7 +100,7 @@ class Tune:
 
     objective: str = key("Name of the metric, as `LineProgress` prints it.", "val_acc", ("metric", "monitor"))
     ranges: dict[str, Range] = key(
-        "Values to try, by name of the hyperparameter.",
+        "Values to try, by hyperparameter name.",
         "{model.learning_rate: {min: 1e-4, max: 1e-1}}",
         ("parameters",),
     )
@@ -133,14 +133,14 @@ class Job:
     """
 
     image: str = key(
-        "Docker image: `<account>.dkr.ecr.<region>.amazonaws.com/name:tag`, in the region of the job, or any local "
+        "Docker image: `<account>.dkr.ecr.<region>.amazonaws.com/name:tag`, in the job's region, or any local "
         "image with `--local`.",
         "111122223333.dkr.ecr.eu-west-1.amazonaws.com/lightning-sm:latest",
         ("image_uri", "training_image", "container", "framework_version", "py_version"),
     )
     groups: dict[str, Group] = key(
         "Instance groups by name. With several, the cluster is [heterogeneous](../heterogeneous-clusters.md): "
-        "hosts of groups named `data*` build the batches.",
+        "hosts in groups named `data*` build the batches.",
         "{trainer: {instance_type: ml.g5.xlarge, count: 2}}",
         ("instance_groups", "resource_config", "compute"),
     )
@@ -153,26 +153,25 @@ class Job:
         "Start of the job's name; the time is appended.", "digits", ("base_job_name", "job_name"), default="lightning"
     )
     channels: dict[str, InputChannel] = key(
-        "Input channels by name. The service accepts `groups` for all channels or for none; missing ones are filled "
-        "in.",
+        "Input channels by name. The service accepts `groups` for all channels or for none, so missing ones are "
+        "filled in.",
         "{training: {uri: s3://bucket/prefix, groups: [data]}}",
         ("inputs", "input_data_config", "data"),
         made=dict,
     )
     config: str | None = key(
-        "Configuration file of the script (LightningCLI); its content becomes hyperparameters.",
+        "The script's configuration file (LightningCLI); its content becomes hyperparameters.",
         "configs/digits.yaml",
         default=None,
     )
     hyperparameters: dict[str, Any] = key(
-        "Options of the script by name. They override `config`, and `--hyperparameters.data.batch_size=32` overrides "
-        "both.",
+        "Script options by name. They override `config`, and `--hyperparameters.data.batch_size=32` overrides both.",
         "{data.batch_size: 64}",
         ("hyper_parameters", "hparams", "params", "arguments", "args", "subcommand"),
         made=dict,
     )
     script: str | None = key(
-        "Training script, as a path in `source_dir`. Without both keys, the image's script runs.",
+        "Training script, as a path in `source_dir`. If neither key is set, the image's script runs.",
         "train.py",
         ("entry_point", "entry_script", "program"),
         default=None,
@@ -193,7 +192,7 @@ class Job:
         "Dockerfile for `build`; defaults to `Dockerfile` in that folder.", "docker/Dockerfile", default=None
     )
     environment: dict[str, str] = key(
-        f"Environment variables of all hosts; `{JOB_SECRET.name}`, a random secret of the job, is added.",
+        f"Environment variables for all hosts; `{JOB_SECRET.name}`, a random secret for the job, is added.",
         "{NCCL_DEBUG: INFO}",
         ("env", "variables"),
         made=dict,
@@ -232,13 +231,13 @@ class Job:
         default=_DAY_S,
     )
     prices: dict[str, float] = key(
-        "Hourly prices of a host, by instance type or group, from which the job's maximum cost is computed.",
+        "Hourly price of a host, by instance type or group; used to compute the job's maximum cost.",
         "{ml.g5.xlarge: 1.41}",
         least=0,
         made=dict,
     )
     max_cost: float | None = key(
-        "Do not submit the job if it can cost more than this, at `prices`, within `max_run_s`.",
+        "Do not submit the job if it can cost more than this at `prices` within `max_run_s`.",
         "20",
         ("budget",),
         default=None,
@@ -251,13 +250,13 @@ class Job:
     )
     max_restarts: int = key(
         "How many times the scripts of all trainer hosts [restart together](../lifecycle.md#restart-within-the-job) on "
-        f"the same hosts, from the latest checkpoint, when one has failed (`{MAX_RESTARTS.name}`).",
+        f"the same hosts, from the latest checkpoint, when one fails (`{MAX_RESTARTS.name}`).",
         "3",
         least=0,
         default=0,
     )
     volume_gb: int = key(
-        "Disk size of each host in GB; channels in `File` mode must fit.",
+        "Disk size of each host in GB; channels in `File` mode must fit on it.",
         "100",
         ("volume_size", "volume_size_in_gb", "disk_size"),
         least=1,
@@ -286,7 +285,7 @@ class Job:
     positions: Mapping[str, Position] = field(default_factory=dict, compare=False, repr=False)
 
     def requested(self, place: str) -> Any:
-        """Return the value in ``request`` at a place, such as ``OutputDataConfig.KmsKeyId``; None if there is none."""
+        """Return the value at a path in ``request``, such as ``OutputDataConfig.KmsKeyId``; None if there is none."""
         value: Any = self.request
         for name in place.split("."):
             value = value.get(name) if isinstance(value, dict) else None

@@ -1,8 +1,7 @@
 """The reader of job files, which checks values against the description of the keys and reports what to correct.
 
-Its YAML differs from version 1.1 in the same way as jsonargparse's, which reads the options of a script: ``1e-3`` is a
-number, and a date is text. Times and numbers in another base are text, too: nobody who writes ``24:00`` or ``0777``
-means a number.
+It reads YAML 1.1 with the same changes as jsonargparse, which reads the script's options: ``1e-3`` is a number, and a
+date is text. Times and numbers in other bases are text, too: nobody who writes ``24:00`` or ``0777`` means a number.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ _JobFileLoader.add_implicit_resolver(f"{_TAG}float", _NUMBER, list("-+0123456789
 
 
 class JobReader:
-    """The reader of a job, from a file and options.
+    """Reads a job from a file and options.
 
     Args:
         section: The class of the job.
 
     Attributes:
         positions: The position of each key; the empty key stands for the file.
-        problems: What is wrong, and where.
+        problems: The position of each problem, and what is wrong.
     """
 
     def __init__(self, section: type) -> None:
@@ -66,7 +65,7 @@ class JobReader:
         self._root = yaml.MappingNode(f"{_TAG}map", [])
 
     def read_file(self, path: str | os.PathLike[str]) -> None:
-        """Read a file.
+        """Read a job file.
 
         Raises:
             SubmitError: The file cannot be read, or is not YAML.
@@ -85,13 +84,13 @@ class JobReader:
         except RecursionError:
             _stop(file, _TOO_DEEP)
         if node is None:
-            _stop(file, "the file is empty; a job has at least image and groups.")
+            _stop(file, "the file is empty; a job needs at least image and groups.")
         if not isinstance(node, yaml.MappingNode):
             _stop(file, f"the file is {_kind(node)}; expected keys with values, such as image: and groups:.")
         self._root = node
 
     def override(self, override: Override) -> None:
-        """Replace a value with the value of an option."""
+        """Replace the value of a key with the value of an option."""
         option = Position(override.source)
         mark = yaml.Mark(option.source, 0, 0, 0, None, 0)
         parts, kind = self._place(override.key)
@@ -116,7 +115,7 @@ class JobReader:
         _put(outer, parts[-1], None if node.tag == _NULL and parts[0] != "hyperparameters" else node, mark)
 
     def build(self) -> Any:
-        """Return the job.
+        """Build the job from the file and options.
 
         Raises:
             SubmitError: There are problems, which the message lists.
@@ -167,7 +166,7 @@ class JobReader:
         return None if self.problems else section(**found)
 
     def _entries(self, node: yaml.MappingNode, key: str) -> dict[str, yaml.Node]:
-        """Return the values of a mapping by name, and note their positions."""
+        """Return the values of a mapping by name, and record their positions."""
         found: dict[str, yaml.Node] = {}
         for name_node, value in node.value:
             position = self._position(name_node)
@@ -176,7 +175,7 @@ class JobReader:
             if name_node.tag != _TEXT:
                 place = f"{key}: " if key else ""
                 no_text = f"a name is {_kind(name_node)}; expected text. Quote it."
-                what = "<< merges nothing in a job file. Repeat the keys here." if name_node.tag == _MERGE else no_text
+                what = "<< does not merge keys in a job file. Repeat them here." if name_node.tag == _MERGE else no_text
                 self.problems.append((position, f"{place}{what}"))
             elif name in found:
                 text = f"{path} is given twice, first at {self.positions[path]}. Remove one."
@@ -209,7 +208,7 @@ class JobReader:
         return content
 
     def _wrong(self, field: KeyField, node: yaml.Node, key: str) -> None:
-        """Report a value of the wrong type, with what was expected."""
+        """Report a value of the wrong type, and what was expected."""
         kind = field.kind
         name = key.rpartition(".")[2]
         what, hint = _kind(node), f" For example, {field.shown_example}."
@@ -246,7 +245,7 @@ def _put(mapping: yaml.MappingNode, name: str, value: yaml.Node | None, mark: ya
 
 def _kind(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
-        return "empty" if node.tag == _NULL else _KINDS.get(node.tag, "no text")
+        return "empty" if node.tag == _NULL else _KINDS.get(node.tag, "not text")
     return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
 
 
@@ -276,7 +275,7 @@ def _fits(kind: Any, content: Any) -> bool:
 
 
 def _explained(text: str, error: yaml.YAMLError) -> tuple[int, str]:
-    """Return the line of an error, and an explanation in place of PyYAML's, which is in terms of tokens."""
+    """Return the line of an error, and an explanation to replace PyYAML's, which is about tokens."""
     if isinstance(error, yaml.reader.ReaderError):
         return text.count("\n", 0, error.position) + 1, "the line has a character that YAML does not allow."
     began, mark = getattr(error, "context_mark", None), getattr(error, "problem_mark", None)
@@ -285,13 +284,13 @@ def _explained(text: str, error: yaml.YAMLError) -> tuple[int, str]:
     if mark is not None and "\t" in lines[number][: mark.column + 1]:
         return number + 1, "a tab is where YAML needs a space; YAML indents with spaces."
     if lines[number].startswith("---"):
-        return number + 1, "a second document begins here; a job file has one. Remove ---, or what follows it."
+        return number + 1, "a second document begins here; a job file has only one. Remove ---, or what follows it."
     opening = lines[began.line][began.column : began.column + 1] if began is not None else ""
     if began is not None and opening in {'"', "'", "[", "{"}:
         return began.line + 1, f"{opening} is not closed, or a comma is missing after it."
     return number + 1, (
-        "the line is not valid YAML, or does not fit those above it: check its indentation, the colon and space after "
-        "a name, and quote a value that contains ': ' or begins with a sign such as @ or *."
+        "the line is not valid YAML, or does not fit the lines above it: check its indentation, and the colon and "
+        "space after a name, and quote a value that contains ': ' or begins with a character such as @ or *."
     )
 
 

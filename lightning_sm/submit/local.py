@@ -1,4 +1,4 @@
-"""The local run of a job file, on an emulated cluster whose hosts are containers of the job's image."""
+"""Running a job file locally, on an emulated cluster whose hosts are containers of the job's image."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def run_containers(job: Job) -> int:
     """Run a job in containers on this machine, and return its exit code; see ``emulator.runner.run``.
 
     Args:
-        job: The job, ``prepared``.
+        job: The job, as returned by ``prepared``.
 
     Raises:
-        ContainerError: Docker is missing, or does not have the image.
+        ContainerError: Docker is missing or does not have the image.
     """
     code = None if job.source_dir is None else Path(job.source_dir)
     runtime = ContainerRuntime(job.image, code, copies_code=True)
@@ -47,15 +47,15 @@ def ignored_keys(job: Job) -> list[str]:
                 "FullyReplicated."
             )
     if job.checkpoints is not None:
-        warnings.append(f"checkpoints is a folder of this run with --local, not {job.checkpoints}.")
+        warnings.append(f"checkpoints is ignored with --local: the run has a folder of its own, not {job.checkpoints}.")
     return warnings
 
 
 def cluster_spec(job: Job) -> ClusterSpec:
-    """Describe the cluster of a job.
+    """Return the specification of a job's cluster.
 
     Args:
-        job: The job, ``prepared``.
+        job: The job, as returned by ``prepared``.
     """
     hyperparameters: dict[str, Any] = script_options(job)
     channels = {name: Path(unquote(channel.uri.removeprefix("file://"))) for name, channel in job.channels.items()}

@@ -16,7 +16,7 @@ class Override(NamedTuple):
     Attributes:
         key: The key, with dots between its parts.
         text: The value.
-        source: Where it was given, for messages, such as ``--groups.trainer.count``.
+        source: Where the value was given, for messages, such as ``--groups.trainer.count``.
         is_json: Whether the value is JSON rather than text typed by a user.
     """
 
@@ -33,8 +33,8 @@ def parse_overrides(
 
     Args:
         words: The command line.
-        section: The section of the whole file.
-        own_options: Other options of the command, which stay in the rest.
+        section: The top-level section of the file.
+        own_options: The command's other options, which stay in the rest.
 
     Returns:
         The overrides, and the rest of the command line.

@@ -35,7 +35,7 @@ ECR_IMAGE = re.compile(
 )
 # Amazon S3, "General purpose bucket naming rules".
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
-# Often found beside code, but large or secret, and useless in a job.
+# Often found next to code, but large or secret, and useless in a job.
 _NOT_CODE = (".aws", ".env", ".git", ".venv", "venv")
 _ADVICE_ON_SECRETS = (
     "SageMaker shows it to anyone who can describe the job. Keep secrets in AWS Secrets Manager, and read them in the "
@@ -44,7 +44,7 @@ _ADVICE_ON_SECRETS = (
 
 
 def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) -> Findings:
-    """Check all rules.
+    """Check a job against all rules.
 
     Args:
         job: The content of the job file.
@@ -117,7 +117,7 @@ def _channels(job: Job) -> Iterator[JobProblem]:
         if unknown:
             yield JobProblem(
                 f"channels.{name}.groups",
-                f"channels.{name}.groups names {', '.join(unknown)}, but the groups of the job are "
+                f"channels.{name}.groups names {', '.join(unknown)}, but the job's groups are "
                 f"{', '.join(sorted(job.groups)) or 'missing'}.",
             )
 
@@ -159,13 +159,13 @@ def _script(job: Job) -> Iterator[JobProblem]:
         # Use os.path.realpath, since Path.resolve raises an error for a link to itself.
         is_loop = path.is_symlink() and Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(path))
         if is_loop or not (path.is_file() or path.is_dir()):
-            no_file = "a link to nothing" if path.is_symlink() else "neither a file nor a folder"
-            what = "a link to a folder around it" if is_loop else no_file
+            no_file = "a broken link" if path.is_symlink() else "neither a file nor a folder"
+            what = "a link to a folder that contains it" if is_loop else no_file
             yield JobProblem("source_dir", f"source_dir has {path.relative_to(folder)}, which is {what}. Remove it.")
     if job.requested("EnableNetworkIsolation"):
         yield JobProblem(
             "source_dir",
-            "source_dir is set, and request has EnableNetworkIsolation: hosts without a network cannot fetch the code. "
+            "source_dir is set, but request has EnableNetworkIsolation: hosts without a network cannot fetch the code. "
             "Put it into the image.",
         )
 
@@ -177,7 +177,7 @@ def _is_below(path: str) -> bool:
 def _build(job: Job) -> Iterator[JobProblem]:
     if job.build is None:
         if job.dockerfile is not None:
-            yield JobProblem("dockerfile", "dockerfile is set, but build is not. Set it to the folder to build from.")
+            yield JobProblem("dockerfile", "dockerfile is set, but build is not. Set build to the build context.")
         return
     file = Path(job.build, "Dockerfile") if job.dockerfile is None else Path(job.dockerfile)
     if not file.is_file():
@@ -192,7 +192,7 @@ def _environment(job: Job) -> Iterator[JobProblem]:
     for setting in SETTINGS:
         try:
             setting.read(environment)
-        except JobConfigError as error:  # noqa: PERF203 - a problem for each
+        except JobConfigError as error:  # noqa: PERF203 - each setting is reported
             yield JobProblem(f"environment.{setting.name}", f"environment: {error}")
     for name, near in misspelled(environment).items():
         yield JobProblem(f"environment.{name}", f"environment: nothing reads {name}. Did you mean {near}?")
@@ -202,7 +202,7 @@ def _requested(job: Job) -> Iterator[JobProblem]:
     for key, places in PLACES.items():
         for place in places:
             if job.requested(place) is not None:
-                yield JobProblem(f"request.{place}", f"request has {place}, which the key {key} decides. Use {key}.")
+                yield JobProblem(f"request.{place}", f"request has {place}, which the key {key} sets. Use {key}.")
 
 
 def _instance_types(job: Job) -> Iterator[JobProblem]:
@@ -210,7 +210,7 @@ def _instance_types(job: Job) -> Iterator[JobProblem]:
     for name, kind in ((name, group.instance_type) for name, group in job.groups.items()):
         if kind not in known:
             key, near = f"groups.{name}.instance_type", did_you_mean(kind, known)
-            yield JobProblem(key, f"{key} is {kind!r}, which is not an instance type of training jobs.{near} {IF_NEW}")
+            yield JobProblem(key, f"{key} is {kind!r}, which is not an instance type for training jobs.{near} {IF_NEW}")
 
 
 def _addresses(job: Job, region: str | None) -> Iterator[JobProblem]:
@@ -261,7 +261,7 @@ def _secrets(job: Job) -> Iterator[JobProblem]:
     ]
     for source, path in secrets:
         if path not in job.not_secret:
-            allowed = f"If it is not a secret: not_secret: [{', '.join([*job.not_secret, path])}]."
+            allowed = f"If it is not a secret, set not_secret: [{', '.join([*job.not_secret, path])}]."
             key = f"{source}.{path}"
             yield JobProblem(key, f"{key} looks like a secret. {_ADVICE_ON_SECRETS} {allowed}")
 

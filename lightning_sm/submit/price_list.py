@@ -26,7 +26,7 @@ def with_list_prices(clients: Clients, job: Job, region: str) -> Job:
     """Return a job with missing on-demand prices filled in from AWS's price list, where possible.
 
     Args:
-        clients: Clients of the AWS APIs.
+        clients: Clients for the AWS APIs.
         job: The content of the job file, whose prices take precedence.
         region: Region of the job.
     """
@@ -51,7 +51,7 @@ def _prices(pricing: Any, instance_type: str, region: str) -> Iterator[float]:
     """Yield the hourly prices of a training host.
 
     Source:
-        The usage types of SageMaker's bills and price list, such as ``USE1-Train:ml.g5.2xlarge``; GetProducts of AWS's
+        The usage types in SageMaker's bills and price list, such as ``USE1-Train:ml.g5.2xlarge``; GetProducts in AWS's
         Price List API, which returns products as JSON strings.
     """
     is_training = re.compile(rf"([A-Z0-9]+-)?Train:{re.escape(instance_type)}").fullmatch

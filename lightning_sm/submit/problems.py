@@ -1,4 +1,4 @@
-"""The problems of a job, each with the key to change, which determines the file and line."""
+"""The problems with a job. Each names the key to change, which determines the file and line to show."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Findings:
 
 
 def position_of(key: str, positions: Mapping[str, Position]) -> Position | None:
-    """Return the position of a key, or of the nearest enclosing key if it is not written."""
+    """Return the position of a key, or of the nearest enclosing key if the key itself is not given."""
     while key and key not in positions:
         key = key.rpartition(".")[0]
     return positions.get(key)

@@ -1,4 +1,4 @@
-"""The limits of the APIs that accept jobs, from botocore's API models.
+"""The limits on job requests, from botocore's API models.
 
 botocore only checks types, names and minima. Its models also contain maxima, patterns and enumerations, but botocore
 leaves these checks to the service, which reports one violation at a time.
@@ -32,7 +32,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "spot": ("StoppingCondition.MaxWaitTimeInSeconds", "EnableManagedSpotTraining"),
     "volume_gb": ("ResourceConfig.VolumeSizeInGB",),
 }
-# Keys whose values are lists in the request, which the key ``request`` may extend.
+# Keys that become lists in the request. The key ``request`` may add entries to these lists.
 _LISTS = {"channels": "InputDataConfig", "metrics": "AlgorithmSpecification.MetricDefinitions", "tags": "Tags"}
 _TUNING = {
     "tune.ranges": "HyperParameterTuningJobConfig.ParameterRanges",
@@ -68,7 +68,7 @@ def request_problems(request: Mapping[str, Any], operation: str = "CreateTrainin
 
     Args:
         request: Arguments of the operation.
-        operation: Its name.
+        operation: Name of the operation.
 
     Returns:
         The problems, each with the key of the job file, the place in the request, and what is wrong.
@@ -77,7 +77,7 @@ def request_problems(request: Mapping[str, Any], operation: str = "CreateTrainin
 
 
 def matches(member: str, value: str) -> bool:
-    """Return whether a text is valid for a member of CreateTrainingJob, such as ``RoleArn``."""
+    """Return whether a string is valid for a member of CreateTrainingJob, such as ``RoleArn``."""
     return not list(_violations(value, _input_shape().members[member], member))
 
 
@@ -87,7 +87,7 @@ def values_of(shape: str) -> list[str]:
 
 
 def fitting(value: Mapping[str, Any], structure: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the members of a value that a structure of SageMaker's API allows, and the names of the others.
+    """Return a value with only the members that a structure of SageMaker's API allows, and the names of the others.
 
     Args:
         value: A value such as the arguments of CreateTrainingJob.

@@ -1,4 +1,4 @@
-"""Retries of a submission while there is no capacity for the job."""
+"""Retrying a submission while there is no capacity for the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _THROTTLED = frozenset({"ThrottlingException", "Throttling"})
 _NO_CAPACITY_NOW = frozenset({"ResourceLimitExceeded", "InsufficientCapacity", "InsufficientInstanceCapacity"})
 # "... is 0 Instances, with current utilization of 0 Instances and a request delta of 1 Instances."
 _QUOTA = re.compile(r"is (\d+) Instances.* delta of (\d+) Instances", re.DOTALL)
-# The FailureReason of a job without hosts: "CapacityError: Unable to provision requested ML compute capacity".
+# The FailureReason of a job that got no hosts: "CapacityError: Unable to provision requested ML compute capacity".
 _NO_CAPACITY = "CapacityError"
 
 
@@ -30,7 +30,7 @@ def submit_until_capacity(
     retries: Retries,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Mapping[str, Any]:
-    """Submit a job until there is capacity for it, and return its final description.
+    """Submit a job, retry while there is no capacity for it, and return its final description.
 
     Args:
         submit: Starts the job under a new name, and returns the name.
@@ -42,8 +42,8 @@ def submit_until_capacity(
         The description of the last job; without ``watch``, only its ``TrainingJobName``.
 
     Raises:
-        ClientError: The service rejected the job on the last try, for a reason other than capacity, or because the job
-            exceeds the quota.
+        ClientError: The service rejected the job on the last try, or for a reason that will not pass, such as a
+            quota smaller than the job.
     """
     attempt = 0
     while True:
@@ -67,7 +67,7 @@ def submit_until_capacity(
 
 
 def _may_pass(error: ClientError) -> bool:
-    """Return whether the service may accept the same job later."""
+    """Return whether the service might accept the same job later."""
     if error.response["Error"]["Code"] not in _THROTTLED | _NO_CAPACITY_NOW:
         return False
     quota = _QUOTA.search(str(error))
@@ -75,7 +75,7 @@ def _may_pass(error: ClientError) -> bool:
 
 
 def pause_after(attempt: int, retries: Retries) -> float:
-    """Return the seconds to wait after a try; the first try is number 1.
+    """Return how many seconds to wait after a try; tries are numbered from 1.
 
     The pause doubles each time; half of it is random, so that clients that failed together do not retry together.
     """

@@ -1,4 +1,4 @@
-"""The addresses of a job's output and code in S3, and the upload of the code."""
+"""The S3 addresses of a job's output and code, and the upload of the code."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ARCHIVE_NAME = "sourcedir.tar.gz"
 
 
 def output_of(job: Job, region: str) -> str:
-    """Return the prefix for model and output, which defaults to the bucket that SageMaker's SDKs use."""
+    """Return the S3 prefix for the model and output; it defaults to the bucket that SageMaker's SDKs use."""
     # sagemaker 2.257.7, session.py: generate_default_sagemaker_bucket_name.
     return job.output or f"s3://sagemaker-{region}-{_account(job)}/"
 
 
 def code_address(output: str, job_name: str) -> str:
-    """Return the address of a training job's code, which is beside its output, as with SDK v2.
+    """Return the S3 address of a training job's code, next to the job's output, as in SDK v2.
 
     Args:
         output: The result of ``output_of``.
@@ -38,10 +38,10 @@ def code_address(output: str, job_name: str) -> str:
 
 
 def create_output(s3: Any, job: Job, region: str) -> None:
-    """Create the output bucket, if it is the default one and does not exist.
+    """Create the output bucket if it is the default one and does not exist.
 
     Args:
-        s3: boto3's client.
+        s3: boto3's S3 client.
         job: The job.
         region: Region of the job.
 
@@ -57,20 +57,20 @@ def create_output(s3: Any, job: Job, region: str) -> None:
     except ClientError as error:
         if error_code(error) != "404":
             raise SubmitError(
-                f"output is missing, and you cannot use its default, the bucket {bucket} ({error}): it belongs to an "
+                f"output is not set, and you cannot use its default, the bucket {bucket} ({error}): it belongs to an "
                 f"account other than {_account(job)}, or you lack s3:ListBucket on it. Set output: s3://bucket/prefix."
             ) from error
         place = {} if region == _US_EAST_1 else {"CreateBucketConfiguration": {"LocationConstraint": region}}
         s3.create_bucket(Bucket=bucket, **place)
-        _LOG.info("output is missing: created the bucket %s for it.", bucket)
+        _LOG.info("output is not set: created the bucket %s for it.", bucket)
 
 
 def upload_code(s3: Any, job: Job, address: str) -> None:
     """Upload ``source_dir`` as an archive, with links replaced by their targets, as in SDK v2.
 
     Args:
-        s3: boto3's client.
-        job: The job, with a ``source_dir``.
+        s3: boto3's S3 client.
+        job: The job, which has a ``source_dir``.
         address: The result of ``code_address``.
 
     Raises:

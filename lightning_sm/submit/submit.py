@@ -39,11 +39,11 @@ _LOG = command_logger(__name__)
 
 
 def session_of(job: Job, region: str | None = None) -> boto3.Session:
-    """Open the session of a job, in the given or configured region, else in the region of its image.
+    """Open an AWS session for a job, in the given or configured region, or else in the region of its image.
 
     Raises:
         AWSError: There is no region, or the profile does not exist.
-        SubmitError: There is no region, perhaps because of the job's problems, which the message lists.
+        SubmitError: In either case, if the job also has problems, which the message lists.
     """
     image = ECR_IMAGE.fullmatch(job.image)
     try:
@@ -57,14 +57,14 @@ def dry_run(job: Job, region: str | None = None) -> dict[str, Any]:
     """Check a job, and the account if there are credentials, and return the request that would be sent.
 
     Nothing is sent. The request is for CreateTrainingJob, or for CreateHyperParameterTuningJob with ``tune``. It shows
-    ``(hidden)`` in place of the job's secret, and of hyperparameters and variables that look secret by name.
+    ``(hidden)`` in place of the job's secret, and of hyperparameters and variables that look like secrets.
 
     Args:
         job: The content of the job file.
         region: Region of the job. Defaults to the configured region.
 
     Raises:
-        AWSError: There is no region.
+        AWSError: There is no region, or the profile does not exist.
         SubmitError: The job or the account has problems, which the message lists.
     """
     session = session_of(job, region)
@@ -80,7 +80,7 @@ def dry_run(job: Job, region: str | None = None) -> dict[str, Any]:
 
 
 def show_dry_run(job: Job, region: str | None = None) -> None:
-    """Print the result of ``dry_run`` as JSON, and raise its errors."""
+    """Print the result of ``dry_run`` as JSON; the errors are the same."""
     sys.stdout.write(json.dumps(dry_run(job, region), indent=2) + "\n")
     sys.stdout.flush()
     _LOG.info("0 problems; nothing was sent")
@@ -94,23 +94,23 @@ def send(
     ask: Callable[[Job], None] | None = None,
     region: str | None = None,
 ) -> Mapping[str, Any]:
-    """Check a job, submit it, retry while there is no capacity, and wait until it ends.
+    """Check a job, submit it, retry while there is no capacity, and wait until the job ends.
 
     Args:
         job: The content of the job file.
         wait: If False, return as soon as the service has accepted the job.
         shows_log: Whether to write the job's log to stdout while waiting.
-        ask: Called after all checks, with missing prices filled in from AWS's list; raises SubmitError if the job must
-            not be submitted. If None, submit without asking.
+        ask: Called with the job after all checks, with missing prices from AWS's list; raises SubmitError if the job
+            must not be submitted. If None, submit without asking.
         region: Region of the job. Defaults to the configured region.
 
     Returns:
-        The last answer of DescribeTrainingJob, or of DescribeHyperParameterTuningJob with ``tune``. Without waiting,
-        only the job's name.
+        The last response from DescribeTrainingJob, or DescribeHyperParameterTuningJob with ``tune``. If ``wait`` is
+        False, only the job's name.
 
     Raises:
-        AWSError: Region or credentials are missing, or AWS does not accept the credentials.
-        ContainerError: The image cannot be built or pushed.
+        AWSError: The region or credentials are missing, or AWS does not accept the credentials.
+        ContainerError: Docker is missing, or the image cannot be built or pushed.
         SubmitError: The job or the account has problems, which the message lists, or the service rejects the job.
     """
     session = session_of(job, region)
@@ -141,7 +141,7 @@ def send(
 
 
 def write_report_here(job: Job, description: Mapping[str, Any], write: ReportWriter) -> None:
-    """Write the report of a job that has ended to this folder, if possible; errors do not change the job's outcome.
+    """Try to write the report of a job that has ended to the current folder; errors are only logged.
 
     Args:
         job: The content of the job file.
@@ -170,7 +170,8 @@ def run_locally(job: Job) -> int:
 
     Raises:
         ContainerError: Docker is missing, does not have the image, or cannot build it.
-        SubmitError: The job has problems, which the message lists, or its code cannot be copied.
+        OSError: A folder of the run cannot be written, or a file in ``source_dir`` cannot be copied.
+        SubmitError: The job has problems, which the message lists.
     """
     findings = check(job, "local")
     findings.warnings += ignored_keys(job)
@@ -186,7 +187,7 @@ def create_job(clients: Clients, request: Mapping[str, Any]) -> str:
     The request is sent only once. If there is no answer, the job may exist and be billed.
 
     Args:
-        clients: Clients of the AWS APIs.
+        clients: Clients for the AWS APIs.
         request: Arguments of CreateTrainingJob or CreateHyperParameterTuningJob.
 
     Raises:
@@ -201,7 +202,7 @@ def create_job(clients: Clients, request: Mapping[str, Any]) -> str:
         create(**request)
     except (HTTPClientError, KeyboardInterrupt):
         _LOG.warning(
-            "There was no answer to the request: job %(name)s may run, and be billed.\n"
+            "There was no answer to the request: job %(name)s may be running and billed.\n"
             "  Look for it: lightning-sm jobs logs %(name)s\n"
             "  Stop it:     lightning-sm jobs stop %(name)s",
             {"name": name},
@@ -226,7 +227,7 @@ def _request(job: Job, region: str) -> dict[str, Any]:
 
 
 def _checked(clients: Clients, job: Job, region: str) -> tuple[Job, dict[str, Any]]:
-    """Check a job without the account; return the job, with the prices used, and its request."""
+    """Check a job, but not the account; return the job, with the prices used, and its request."""
     if job.max_cost is not None:
         job = with_list_prices(clients, job, region)
     check(job, "cloud", region).report()

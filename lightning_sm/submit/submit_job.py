@@ -1,4 +1,4 @@
-"""Submission of job files from Python."""
+"""Submitting job files from Python."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_sm.submit.overrides import Override
 def submit_job(
     path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None, *, wait: bool = True
 ) -> Mapping[str, Any]:
-    """Check a job file, submit the job, retry while there is no capacity, and wait until it ends.
+    """Check a job file, submit the job, retry while there is no capacity, and wait until the job ends.
 
     ``lightning-sm submit job.yaml --yes`` does the same, and shows the log. Both need boto3 (extra ``submit``), but
-    neither torch nor the SageMaker SDK.
+    not torch or the SageMaker SDK.
 
     Args:
         path: The job file.
@@ -27,13 +27,13 @@ def submit_job(
         wait: If False, return as soon as the service has accepted the job.
 
     Returns:
-        The last answer of DescribeTrainingJob, or of DescribeHyperParameterTuningJob with ``tune``. Without waiting,
-        only the job's name, as ``TrainingJobName`` or ``HyperParameterTuningJobName``.
+        The last response from DescribeTrainingJob, or DescribeHyperParameterTuningJob with ``tune``. If ``wait`` is
+        False, only the job's name, as ``TrainingJobName`` or ``HyperParameterTuningJobName``.
 
     Raises:
-        AWSError: Region or credentials are missing.
+        AWSError: The region or credentials are missing.
         SDKError: boto3 is not installed.
-        SubmitError: The file or the job has problems, which the message lists; or the service rejects the job.
+        SubmitError: The file or the job has problems, which the message lists, or the service rejects the job.
     """
     check_boto3("submit_job")
     from lightning_sm.submit.submit import send  # noqa: PLC0415 - loads boto3, which may be missing

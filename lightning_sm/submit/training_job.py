@@ -16,9 +16,9 @@ from lightning_sm.job.yaml_file import read_mapping
 from lightning_sm.record.progress_metrics import metric_pattern, objective_pattern
 from lightning_sm.submit.job_file import InputChannel, Job
 
-# The format of the SDKs' job names, without the milliseconds, which two submitters may share.
+# The SDKs' job-name format without milliseconds, which two jobs might share; ``new_job_name`` adds random digits.
 _TIME = "-%Y-%m-%d-%H-%M-%S-"
-# The maximum length of the start of a name; the service limits the whole name to 63 characters.
+# The maximum length of ``name`` in a job file; the service limits the whole name to 63 characters.
 MAX_NAME_CHARS = 63 - len("-2026-11-26-23-59-59-") - 3
 
 
@@ -32,9 +32,9 @@ def new_job_name(start: str) -> str:
 
 
 def prepared(job: Job) -> Job:
-    """Return a job with all environment variables of its hosts, including a new secret.
+    """Return a copy of a job with all environment variables for its hosts, including a new secret.
 
-    Either all of its channels name groups, or none does, as the service requires.
+    In the copy, either all channels name groups or none do, as the service requires.
     """
     has_groups = len(job.groups) > 1 and any(channel.groups for channel in job.channels.values())
     channels = {
@@ -55,7 +55,7 @@ def config_of(job: Job) -> dict[str, Any]:
 
 
 def script_options(job: Job) -> dict[str, Any]:
-    """Join the config file, the hyperparameters and the script.
+    """Merge the config file, the hyperparameters and the script into the options of the script.
 
     Hyperparameters that override parts of the config file become separate options, because only the script can merge
     them: ``{"data": {"size": 3}}`` becomes ``data.size``. Hyperparameters chosen by a tuning job are left out.
@@ -74,7 +74,7 @@ def script_options(job: Job) -> dict[str, Any]:
 
 
 def metric_definitions(names: Iterable[str], objective: str | None = None) -> list[dict[str, str]]:
-    """Build the metric definitions with which CloudWatch reads metrics from the log.
+    """Build the metric definitions that extract metrics from the log for CloudWatch.
 
     Args:
         names: Metrics as LineProgress prints them (``record/progress_metrics.py``).
@@ -92,11 +92,11 @@ def training_job(job: Job, name: str, output: str, code: str | None = None) -> d
     Args:
         job: The job, ``prepared``.
         name: Name of the training job.
-        output: S3 prefix for model and output.
-        code: Address of the archive of the job's code, if it has any.
+        output: S3 prefix for the model and output.
+        code: S3 address of the job's code archive, if there is one.
 
     Raises:
-        HyperparameterError: A name or a value cannot be passed on.
+        HyperparameterError: A hyperparameter's name or value cannot be passed on.
         JobConfigError: The config file cannot be read, or is not a mapping.
     """
     code_option = {} if code is None else {"sagemaker_submit_directory": code}
@@ -143,7 +143,7 @@ def joined(request: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any
 
 
 def present(**values: Any) -> dict[str, Any]:
-    """Return the members of a request that have a value."""
+    """Return the members of a request that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 

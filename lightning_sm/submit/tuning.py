@@ -1,6 +1,6 @@
 """Tuning jobs: the request of a training job, with ranges in place of some hyperparameters.
 
-The service copies the values that it chooses from the ranges to ``hyperparameters.json``. Values of a list are
+The service chooses values from the ranges, and copies them to ``hyperparameters.json``. The values in a list are
 therefore JSON here, like all other hyperparameters of ``lightning-sm submit``.
 
 Source:
@@ -24,7 +24,7 @@ from lightning_sm.submit.training_job import joined, present
 _TIME = "-%y%m%d-%H%M%S"
 _DEFAULT_JOBS = 10
 _SCALES = {"auto": "Auto", "linear": "Linear", "log": "Logarithmic", "reverse_log": "ReverseLogarithmic"}
-# Members that can be dropped silently: a tuning job has them elsewhere, or does the same without them.
+# Members that can be dropped silently, because a tuning job sets them elsewhere or does the same without them.
 _NOT_MISSED = frozenset({"TrainingJobName", "HyperParameters", "Tags", "ProfilerConfig", "DebugHookConfig"})
 
 

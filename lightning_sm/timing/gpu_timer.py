@@ -71,10 +71,10 @@ class GpuTimer:
         self._marks = None
 
     def read(self) -> dict[str, float] | None:
-        """Return the mean seconds per step by part, over the steps that the device has finished since the last call.
+        """Return the mean seconds per step by part, over the steps that the device finished since the last call.
 
         Returns:
-            The previous means if no step was finished; None if no step was ever timed.
+            The previous means if no step has finished since; None if no step was ever timed.
         """
         sums = dict.fromkeys(ON_GPU, 0.0)
         num_steps = 0

@@ -20,7 +20,7 @@ from lightning_sm.record import events, step_clock
 from lightning_sm.record.totals import Totals
 from lightning_sm.timing.gpu_timer import GpuTimer
 
-# Seconds between two lines of steps in the record.
+# Minimum seconds between two ``Steps`` lines in the record.
 _STEPS_S = 1.0
 _MAX_REASON_CHARS = 500
 
@@ -43,7 +43,7 @@ class StepTimes(UnlistedCallback):
     the time spent waiting for data, 0 to 1. In a SageMaker job, each rank writes its times to the record of the run
     (``lightning_sm.record.events``).
 
-    ``SageMakerCLI`` and ``SageMakerTrainer`` add this callback to every job, and data hosts add it to any Trainer.
+    ``SageMakerCLI`` and ``SageMakerTrainer`` add this callback to every job. With data hosts, any Trainer gets it.
 
     Args:
         job: The job to record; None outside a job.
@@ -101,7 +101,7 @@ class StepTimes(UnlistedCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Open the record, and discard the measurements of an earlier run."""
-        self._undo.close()  # if an earlier run of the Trainer ended without any of the hooks below
+        self._undo.close()  # in case an earlier run of the Trainer ended without calling the hooks that do this
         own = vars(StepTimes(self._job))
         vars(self).update({name: own[name] for name in own if name not in ("_job", "_record")})
         self._setup_at = time.time()
@@ -148,7 +148,7 @@ class StepTimes(UnlistedCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the step. Write to the loggers and the record if due."""
+        """End the step. Write to the loggers and the record if a write is due."""
         clock = self._clock
         if self._gpu is not None:
             self._gpu.end_step(step_clock.OTHER)
@@ -263,7 +263,7 @@ class StepTimes(UnlistedCallback):
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of an object until the run ends; if other code has replaced it since, do not restore it."""
-        own = vars(owner).get(name)  # of other code; None if this is still the class's method
+        own = vars(owner).get(name)  # set by other code; None if this is still the class's method
         setattr(owner, name, method)
 
         def restore() -> None:

@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 from lightning_sm._lightning import LightningArgumentParser
 from lightning_sm.data.settings import DataServiceSettings
 
-# Name of the data service's arguments in --help and in configuration files.
+# Prefix of the data service's arguments in --help and in configuration files.
 DATA_SERVICE = "data_service"
 _DEVICES = "--trainer.accelerator={} --trainer.devices=NUMBER"
 # Replacements for options. Lightning 2.0 removed the trainer options, and the logger options come from a LightningCLI
@@ -32,9 +32,9 @@ REPLACED_OPTIONS = {
     "logger.flush_secs": "--trainer.logger=TensorBoardLogger --trainer.logger.flush_secs=SECONDS",
     "num-data-workers": f"--{DATA_SERVICE}.workers",
     "num_of_data_workers": f"--{DATA_SERVICE}.workers",
-    "grpc-workers": "nothing: one process of each data host sends the batches",
+    "grpc-workers": "nothing: one process on each data host sends the batches",
     "num-dnn-workers": "nothing: one process for each rank receives the batches",
-    "pin-memory": "pin_memory=True of the DataModule's DataLoader",
+    "pin-memory": "pin_memory=True in the DataModule's DataLoader",
     "iterations": "--trainer.max_steps",
     "steps_per_epoch": "--trainer.limit_train_batches",
     "epochs": "--trainer.max_epochs",
@@ -53,7 +53,7 @@ class ScriptArgumentParser(LightningArgumentParser):
     """
 
     subcommand_names: tuple[str, ...] = ()
-    """The subcommands of this parser, in the order of its help; empty for the parser of a subcommand."""
+    """This parser's subcommands, in the order of its help; empty for a subcommand's parser."""
 
     def dump(self, cfg: Namespace, *args: Any, **kwargs: Any) -> str:
         """Return a configuration as text, without the data service's settings if all have their defaults."""

@@ -1,4 +1,4 @@
-"""SageMakerCLI: a LightningCLI that adapts to a SageMaker job, and changes nothing outside of one."""
+"""SageMakerCLI: a LightningCLI that adapts itself to a SageMaker job, and behaves as usual elsewhere."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ class SageMakerCLI(LightningCLI):
       whenever the CLI or the script calls ``fit`` (see ``SpotCheckpoint``);
     - writes the best model, and the configuration without secrets (see ``SECURITY.md``), to the model directory;
     - logs progress line by line;
-    - runs the workers of all loaders on the hosts of data groups.
+    - runs the workers of all loaders on the data hosts, if the job has data groups.
 
     Values that the user sets take precedence. A value that contradicts the cluster is an error.
 
     Args:
         model_class: As in ``LightningCLI``.
         datamodule_class: As in ``LightningCLI``.
-        channels: Maps channel names to arguments that the rule above does not cover. An argument is the name of a
-            DataModule parameter, or a dotted key such as ``model.weights``.
+        channels: Maps channel names to arguments, and takes precedence over the rule above. An argument is the name of
+            a DataModule parameter, or a dotted key such as ``model.weights``.
         *args: Other positional arguments of ``LightningCLI``.
         **kwargs: Other keyword arguments of ``LightningCLI``.
 
@@ -119,7 +119,7 @@ class SageMakerCLI(LightningCLI):
         super().__init__(**settings)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments, then take values that the user has not set from the job."""
+        """Parse the arguments, then let the job provide values that the user has not set."""
         if self.job is None:
             super().parse_arguments(parser, args)
         else:
@@ -128,8 +128,8 @@ class SageMakerCLI(LightningCLI):
             with _links_postponed([parser, *getattr(self, "_subcommand_parsers", {}).values()]):
                 self.config = _parse(parser, args)
                 # Parse again without defaults and default_config_files, so that only the user's values remain. Pass the
-                # default classes, or jsonargparse would not know their options. Leave out classes on the command line:
-                # jsonargparse must find these in order, because an option may precede a change of its class.
+                # default classes, or jsonargparse would not know their options. Do not pass the command line's classes:
+                # jsonargparse must read these in order, because an option may precede a change of its class.
                 explicit = _parse(parser, args, _classes_only(self._defaults(parser)), defaults=False)
             self._adapt_to_job(self.job, parser, explicit)
         self._take_data_service_settings()
@@ -160,14 +160,14 @@ class SageMakerCLI(LightningCLI):
         parser.add_class_arguments(DataServiceSettings, DATA_SERVICE)
 
     def instantiate_classes(self) -> None:
-        """Instantiate the model, DataModule and Trainer; on a data host, serve batches instead, and exit."""
+        """Instantiate the model, DataModule and Trainer; on a data host, serve batches instead, then exit."""
         if self.job is not None and self.topology.role is Role.DATA:
             serve(self.job, self.topology, self.data_service)
             sys.exit(0)
         super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Instantiate the Trainer; in a job, with the job's additions."""
+        """Instantiate the Trainer; in a job, make the job's additions to it (see ``TrainerSetup``)."""
         if self.job is None:
             return super().instantiate_trainer(**kwargs)
         settings = {**self._get(self.config_init, "trainer", default={}), **kwargs}
@@ -188,7 +188,7 @@ class SageMakerCLI(LightningCLI):
         return trainer
 
     def _configuration_to_save(self) -> str:
-        """Return the configuration as YAML without secrets, and keep secrets out of ``save_config_callback``, too."""
+        """Return the configuration as YAML without secrets, and withhold secrets from ``save_config_callback``, too."""
         parser = self._parser(self.subcommand)
         config = self.config[self.subcommand] if self.subcommand else self.config
         safe = _without_secrets(config)
@@ -240,7 +240,7 @@ class SageMakerCLI(LightningCLI):
         self.config = parser.parse_object({subcommand: changes} if subcommand else changes, self.config)
 
     def _with_channels_of_data_hosts(self, job: SageMakerJob, settings: Namespace) -> SageMakerJob:
-        """Add to the job the channels that only data hosts have: rank 0 makes the DataModule for these hosts."""
+        """Return the job plus the channels that only data hosts have: rank 0 creates the DataModule for these hosts."""
         connection = ServiceConnection.of_job(job, self.topology, DataServiceSettings(**vars(settings)))
         names = connection.host_channels(is_quiet=self.environment.local_rank() != 0)
         folder = job.base_dir / "input" / "data"
@@ -248,7 +248,7 @@ class SageMakerCLI(LightningCLI):
         return replace(job, channels={**job.channels, **remote})
 
     def _take_data_service_settings(self) -> None:
-        """Read the settings, and remove defaults from the configuration, because LightningCLI rejects the settings."""
+        """Read the settings, and remove them from the configuration if all are defaults: LightningCLI rejects them."""
         subcommand = self.config.get("subcommand")
         config = self.config[subcommand] if subcommand else self.config
         values = config.pop(DATA_SERVICE)
@@ -306,7 +306,7 @@ def _classes_only(value: Any) -> Any:
 
 
 def _without_secrets(value: Any, name: str = "") -> Any:
-    """Return a configuration, or its part called ``name``, with null in place of secrets."""
+    """Return a configuration, or the part with the key ``name``, with null in place of secrets."""
     if isinstance(value, Namespace):
         safe = Namespace()  # type: ignore[no-untyped-call]
         vars(safe).update({key: _without_secrets(item, f"{name}.{key}") for key, item in vars(value).items()})

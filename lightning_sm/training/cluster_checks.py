@@ -1,4 +1,4 @@
-"""Checks for settings that would make ranks hang or train separately, made before any rank starts.
+"""Checks, made before training, for settings that would make ranks hang or train separately.
 
 The error messages include the host table.
 """
@@ -38,13 +38,13 @@ def check_launcher(start: RankStart, topology: Topology) -> None:
         f"size {devices * topology.num_nodes}: trainer hosts x local world size = {topology.num_nodes} x {devices} "
         f"({topology.source}).\n{topology.table(devices)}\n"
         f"Start {launcher} on all trainer hosts with the same number of processes on each. If the SDK starts one in "
-        "each of several training groups, join these groups by the hyperparameter "
+        "each of several training groups, join these groups with the hyperparameter "
         "sagemaker_distribution_instance_groups, a list of their names."
     )
 
 
 def check_world_size(environment: SageMakerEnvironment, size: int, rank: int | None) -> None:
-    """Raise if ranks would hang. With ddp_spawn, or FSDP under torchrun, Lightning calls no other check.
+    """Raise if the ranks would hang. With ddp_spawn, or FSDP under torchrun, Lightning calls only this check.
 
     Args:
         environment: The environment.
@@ -74,7 +74,7 @@ def check_num_nodes(num_nodes: int, topology: Topology, stated: str, advice: str
         num_nodes: Number of hosts that training spans.
         topology: Roles and ranks of all hosts.
         stated: The script's setting, as the subject of the error message.
-        advice: Advice for the user, in whole sentences.
+        advice: Advice for the user, in full sentences.
         consequence: What would happen without the error; the text begins with a colon.
 
     Raises:

@@ -64,7 +64,7 @@ def channel_arguments(
 
 
 def has_free_folders(config: Namespace, explicit: Namespace, mapping: Mapping[str, str]) -> bool:
-    """Return whether a parameter of the DataModule could be the folder of a channel that this host lacks.
+    """Return whether a DataModule parameter could be set to the folder of a channel that this host lacks.
 
     Args:
         config: As in ``channel_arguments``.
@@ -95,7 +95,7 @@ def _has(config: Any, key: str) -> bool:
 
 
 def _overlay(config: Any, parts: list[str], value: Any) -> Any:
-    """Return a nested dict that sets one argument, and repeats each class_path, which jsonargparse would reset."""
+    """Return a nested dict that sets one argument, and repeats each class_path so that jsonargparse keeps it."""
     if not parts:
         return value
     if isinstance(config, Namespace) and "class_path" in config:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SageMakerEnvironment(ClusterEnvironment):
-    """The cluster environment of a SageMaker training job; it only describes the job, without changing the process.
+    """The cluster environment of a SageMaker training job; it describes the job, but does not change the process.
 
     It supports one plain process per host (Lightning then starts the local ranks), ``torchrun`` on every host, and
     ``mpirun``. ``SageMakerCLI``, ``SageMakerTrainer`` and ``SageMakerFabric`` add it. Without them, write::
@@ -38,8 +38,8 @@ class SageMakerEnvironment(ClusterEnvironment):
     which Lightning would otherwise trust.
 
     Every trainer process must create an instance. In an mpirun script that uses mpi4py, the constructor makes a
-    collective call, in which rank 0 sends its host name. No property makes this call, because it would hang if only
-    some ranks read the property.
+    collective call, in which rank 0 sends its host name. Properties make no such call, because it would hang if only
+    some ranks read them.
 
     Args:
         job: The facts about the job. By default, they are read from this host.
@@ -68,7 +68,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         self.job = job
         self.start = RankStart.detect(os.environ, os.getppid())
         is_mpi = self.start.launcher is RankStarter.MPI
-        # The port derives from the job's name. Ignore the name under mpirun, which may start ranks on other hosts
+        # The port is derived from the job's name. Ignore the name under mpirun, which may start ranks on other hosts
         # without TRAINING_JOB_NAME.
         self.topology = Topology.from_job(replace(job, name=None) if is_mpi else job)
         node_rank = self.topology.node_rank  # raises on a data host, even if the launcher sets a node rank
@@ -136,7 +136,7 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     @override
     def world_size(self) -> int:
-        """Return the number of processes on all trainer hosts, excluding data hosts."""
+        """Return the total number of processes on trainer hosts; data hosts do not count."""
         return self._world_size or self.start.world_size or 1
 
     @override
@@ -165,7 +165,7 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Set the rank that Lightning has computed, also for Lightning's log, as Lightning's own environments do.
+        """Set the rank that Lightning has computed, also for Lightning's logging, as Lightning's own environments do.
 
         Args:
             rank: node rank x devices + local rank.

@@ -14,7 +14,7 @@ from lightning_sm.data.trainer.same_name import named_as
 
 
 def _fetching(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of Trainer fetch its batches from the job's data hosts."""
+    """Wrap a Trainer method so that it fetches its batches from the job's data hosts."""
     signature = inspect.signature(method)
 
     @wraps(method)
@@ -41,17 +41,17 @@ class FetchingTrainer(Trainer):
         predict = _fetching(Trainer.predict)
 
     def _fetch(self, given: Iterable[Any]) -> None:
-        """Connect a method to the data hosts, given the method's arguments."""
+        """Set up fetching from the data hosts for a method that is called with the given arguments."""
         if self._connection is not None:
             datamodules = [value for value in given if isinstance(value, LightningDataModule)]
             use_data_hosts(self, self._connection, datamodules)
 
 
 def fetch_from(trainer: Trainer, connection: ServiceConnection) -> None:
-    """Make a Trainer, whatever its class in the script, fetch batches from data hosts.
+    """Make a Trainer of any class fetch batches from data hosts.
 
     Args:
-        trainer: The Trainer. Methods that its class overrides still run, and fetch when they call ``super().fit``.
+        trainer: The Trainer. Its class's overrides still run, and fetch when they call, for example, ``super().fit``.
         connection: The connection to the data hosts.
     """
     trainer.__class__ = _fetching_class(type(trainer))  # type: ignore[arg-type]  # mypy thinks Trainer is unhashable

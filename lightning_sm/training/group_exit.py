@@ -1,4 +1,4 @@
-"""Destroying the process groups before the interpreter shuts down."""
+"""Functions that destroy the process groups before the interpreter shuts down."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_sm._linux import wait_until_asleep
 
 # torch's name for Gloo's compute threads (ProcessGroupGloo.cpp).
 _THREADS = "pt_gloo_runloop"
-# Maximum time to wait until these threads sleep. As soon as a thread runs, it drops its tensor within microseconds.
+# Maximum time to wait for these threads to sleep. Once a thread runs, it drops its tensor within microseconds.
 _ASLEEP_S = 5.0
 _gloo_groups: dict[tuple[int, ...], Any] = {}
 
 
 def gloo_group(ranks: Sequence[int]) -> Any:
-    """Return a Gloo group of some ranks, which lives as long as the group of all ranks.
+    """Return a Gloo group of the given ranks, which lives as long as the group of all ranks.
 
     The first call is a collective call on all ranks. Groups are cached because, with torch 2.6, a process that drops a
     group after an exchange may wait forever for the group's threads. Callers must not keep the group: their reference
@@ -55,10 +55,10 @@ def leave_at_exit() -> None:
 
 
 def stay_at_exit() -> None:
-    """Destroy no process groups at exit, because this process fails, or to undo ``leave_at_exit``.
+    """Cancel the destruction of process groups at exit, because this process fails, or to undo ``leave_at_exit``.
 
-    Destroying a group waits for its other ranks. After a failure, these ranks are gone, or wait for the failed rank in
-    a collective call.
+    Destroying a group waits for its other ranks. After a failure, these ranks have exited, or wait for the failed
+    rank in a collective call.
     """
     atexit.unregister(_leave)
     atexit.unregister(destroy_dist_connection)  # Lightning's handler, for NCCL
@@ -71,5 +71,5 @@ def _leave() -> None:
         torch.distributed.destroy_process_group()
     # Even after a group is destroyed, its Gloo threads run until the last reference to the group is gone.
     _gloo_groups.clear()
-    # Wait for the threads, because others hold references, too: the pipeline's strategy, FSDP2, metrics, and cycles.
+    # Wait for the threads, because other objects hold references: the pipeline strategy, FSDP2, metrics, and cycles.
     wait_until_asleep(_THREADS, _ASLEEP_S)

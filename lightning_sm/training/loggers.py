@@ -17,13 +17,13 @@ from lightning_sm.job.facts import SageMakerJob
 
 logger = logging.getLogger(__name__)
 
-# Number of runs that have taken each name: a script with several Trainers needs several runs. Each attempt makes its
-# loggers in the same order, and so gets the same names.
+# Number of runs that use each name: a script with several Trainers needs several runs. Each attempt creates its loggers
+# in the same order, so they get the same names.
 _taken: Counter[str] = Counter()
 
 
 def log_folder(job: SageMakerJob, *, is_tensorboard: bool) -> Path:
-    """Return the job's folder for log files; if possible, one that outlives the attempt."""
+    """Return the job's folder for log files, if possible one that outlives the attempt."""
     if is_tensorboard and job.tensorboard_dir is not None:
         return job.tensorboard_dir
     return job.checkpoint_dir or job.host_output_dir
@@ -53,7 +53,7 @@ def is_fixed(folder: Any) -> bool:
 
 
 def continue_runs(trainer: Trainer, job: SageMakerJob) -> None:
-    """Move a Trainer's loggers to the job's folders, and let them continue the job's runs; call this on all ranks.
+    """Move a Trainer's loggers to the job's folders, to continue earlier attempts' runs; call this on all ranks.
 
     Args:
         trainer: The Trainer, before its loggers are used.
@@ -62,7 +62,7 @@ def continue_runs(trainer: Trainer, job: SageMakerJob) -> None:
     for item in trainer.loggers:
         if isinstance(item, (TensorBoardLogger, CSVLogger)):
             _place(item, log_folder(job, is_tensorboard=isinstance(item, TensorBoardLogger)))
-        # Set no version for CSVLogger: it numbers its folders itself, and removes an earlier file of the same version.
+        # Do not set CSVLogger's version: it numbers its folders itself, and removes earlier files of the same version.
         if isinstance(item, TensorBoardLogger) and job.name is not None and item._version is None:
             item._version = _unique(job.name, f"tensorboard {os.path.join(item._root_dir, item.name)}")
         elif isinstance(item, WandbLogger):
@@ -73,7 +73,7 @@ def _continue_wandb(wandb: WandbLogger, job: SageMakerJob) -> None:
     settings = wandb._wandb_init
     if wandb._save_dir is not None and not is_fixed(wandb._save_dir):
         wandb._save_dir = settings["dir"] = str(job.host_output_dir / wandb._save_dir)
-    # Keep the id that a sweep's agent gives to each run.
+    # Keep the id that a W&B sweep agent assigns to each run.
     is_open = settings.get("id") is None and not {"WANDB_RUN_ID", "WANDB_SWEEP_ID"} & os.environ.keys()
     if job.run_key is None or not is_open or wandb._experiment is not None:
         return
@@ -90,7 +90,7 @@ def _place(file_logger: TensorBoardLogger | CSVLogger, folder: Path) -> None:
 
 
 def _unique(name: str, where: str) -> str:
-    """Return the name, with a number if the script has already used it for another run in the same place."""
+    """Return the name, with a number appended if the script has already used it for another run in the same place."""
     place = f"{where} {name}"
     _taken[place] += 1
     return name if _taken[place] == 1 else f"{name}-{_taken[place]}"

@@ -1,4 +1,4 @@
-"""The preparation of a training process: clean variables, the host table, failure reports and a clean exit."""
+"""The preparation of a training process: its variables, the host table, failure reports and a clean exit."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def prepare_process(environment: SageMakerEnvironment) -> PreparedProcess:
     """Set up everything that a training process needs besides its ranks.
 
     ``SageMakerCLI``, ``SageMakerTrainer`` and ``SageMakerFabric`` call this function. If you pass the environment to a
-    plain ``Trainer``, call it in every process, before you make the Trainer. The function
+    plain ``Trainer``, call it in every process, before you create the Trainer. The function
 
     - shows the log lines of ``lightning_sm``, and the host table once Lightning has asked for ranks;
-    - removes rank variables that neither SageMaker nor the launcher has set, with a warning;
-    - sets the rank in Lightning's log;
-    - reports to the launcher the exception that ends this process;
+    - removes rank variables that neither SageMaker nor the launcher has set, and logs a warning;
+    - sets the rank that Lightning's log functions use;
+    - reports an exception that ends this process to the launcher;
     - points NCCL and Gloo at the job's network interface;
     - while Lightning runs, sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE`` and ``GROUP_RANK`` as torchrun would;
     - destroys the process group at exit.

@@ -16,7 +16,7 @@ _numbers = itertools.count(1)
 def wait_for_all_ranks() -> None:
     """Wait until all ranks have called this function; without a process group, return at once.
 
-    The ranks count each other in the process group's store. A collective barrier would fail after the strategy's
+    The ranks count arrivals in the process group's store. A collective barrier would fail after the strategy's
     timeout, 30 minutes by default, and NCCL would kill the process. If a rank is lost, the launcher kills the others.
     """
     number = next(_numbers)

@@ -1,4 +1,4 @@
-"""The pace at which ranks exchange their stop flags. A pure computation: the time is an argument."""
+"""The pace at which ranks exchange their stop flags. This is a pure computation: the time is an argument."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Pace:
     def ms_per_tick(self, now: float) -> float:
         """Return this rank's mean milliseconds per tick since the last exchange, to be sent in the next exchange.
 
-        The value is an integer, limited so that the sum over all ranks is exact in float32.
+        The value is an integer, capped so that the sum over all ranks is exact in float32.
 
         Args:
-            now: Monotonic time, in seconds.
+            now: The current time in seconds, from ``time.monotonic()``.
         """
         elapsed_s = 0.0 if self._last_exchange is None else now - self._last_exchange
         self._last_exchange = now

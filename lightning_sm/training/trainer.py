@@ -41,11 +41,11 @@ class SageMakerTrainer(FetchingTrainer):
     - saves a checkpoint when the job is interrupted, and resumes from the latest valid one (see ``SpotCheckpoint``);
     - writes the best model to the model directory at the end of ``fit``;
     - logs progress line by line, unless the user has another progress bar;
-    - runs the workers of its loaders on the hosts of data groups. On these hosts, the first ``fit``, ``validate``,
-      ``test`` or ``predict`` serves batches until the trainers have finished, then exits.
+    - runs the workers of its loaders on the data hosts, if the job has data groups. On data hosts, the first ``fit``,
+      ``validate``, ``test`` or ``predict`` serves batches until the trainers have finished, then exits.
 
     The script must read hyperparameters and channels itself: the launcher passes hyperparameters as ``--name=value``,
-    and ``SageMakerJob.from_environment()`` returns the folders of the channels.
+    and ``SageMakerJob.from_environment()`` provides the channel folders.
 
     Args:
         data_service: Settings of the data service.
@@ -64,7 +64,7 @@ class SageMakerTrainer(FetchingTrainer):
         callbacks = as_list(kwargs.get("callbacks"))
         for callback in callbacks:
             check_same_distribution(type(callback))
-        # A Trainer that SageMakerCLI makes is already set up.
+        # A Trainer that SageMakerCLI creates is already set up.
         is_set_up = any(isinstance(callback, JobOutputs) for callback in callbacks)
         self._job = None if is_set_up else SageMakerJob.from_environment()
         self._data_service = data_service or DataServiceSettings()
@@ -87,7 +87,7 @@ class SageMakerTrainer(FetchingTrainer):
         setup.complete(self)
 
     def _fetch(self, given: Iterable[Any]) -> None:
-        """Let a method fetch batches from the data hosts; on a data host, serve batches, then exit."""
+        """Set up fetching from the data hosts for a method call; on a data host, serve batches, then exit."""
         if self._job is not None and self._topology.data_hosts:
             if self._topology.role is Role.DATA:
                 serve(self._job, self._topology, self._data_service)
@@ -100,9 +100,9 @@ class SageMakerFabric(Fabric):
     """A ``Fabric`` for scripts that run unchanged on a laptop, on one host and on a cluster.
 
     Outside SageMaker, it behaves like ``Fabric``. In a SageMaker job, it also sets ``num_nodes``, the cluster
-    environment, and the number of devices if a launcher determines this number. The workers of loaders passed to
-    ``setup_dataloaders`` run on data hosts. The script itself must write logs and checkpoints, save the model, and
-    resume: ``SageMakerJob.from_environment()`` returns the folders. Fabric has no hook for interruptions.
+    environment, and the number of devices if a launcher determines it. If the job has data hosts, the workers of
+    loaders passed to ``setup_dataloaders`` run there. The script itself must write logs and checkpoints, save the
+    model, and resume; ``SageMakerJob.from_environment()`` provides the folders. Fabric has no hook for interruptions.
 
     Args:
         **kwargs: Arguments of ``Fabric``. They take precedence; a value that contradicts the cluster is an error.

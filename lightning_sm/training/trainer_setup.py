@@ -45,7 +45,7 @@ class TrainerSetup:
         self._job = job
         self._environment = environment
         self._outputs = JobOutputs(job)
-        # Put Heartbeat first: it must report the end of an epoch before the user's callbacks run, which may take long.
+        # Put Heartbeat before the user's callbacks: it must report an epoch's end before they run, which may take time.
         self._first: list[Callback] = [FailingRank(), Heartbeat(), MidEpoch()]
         self._callbacks: list[Callback] = [LocalPosition(), StepTimes(job), self._outputs]
 
@@ -55,7 +55,7 @@ class TrainerSetup:
         """Return arguments for the Trainer: the cluster's size, folders, strategy, plugins and callbacks.
 
         Args:
-            given: The user's arguments for the Trainer, or the arguments that a ``trainer_class`` function accepts.
+            given: The user's arguments for the Trainer; if ``trainer_class`` is a function, only those that it accepts.
             callbacks: All of the user's callbacks, from every source.
             config: The resolved configuration as YAML, to save next to the model; None if there is none.
 
@@ -167,7 +167,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def _check_writable(folder: Path) -> None:
-    """Raise at the start if a folder is not writable, instead of hours later, at the first result."""
+    """Raise now if a folder is not writable, rather than hours later, when the first result is written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -96,7 +96,7 @@ def test_an_interrupted_job_finds_its_checkpoint_in_the_next_attempt(options, tm
     ("fault", "exit_code", "reason"),
     [
         ("kill-rank:algo-2@step=5", 137, "killed by SIGKILL (exit code 137) on trainer host algo-2, rank 1"),
-        ("kill:algo-2@step=5", 137, "killed by SIGKILL (exit code 137) on trainer host algo-2, which left no reason"),
+        ("kill:algo-2@step=5", 137, "killed by SIGKILL (exit code 137) on trainer host algo-2, which gave no reason"),
     ],
 )
 def test_a_killed_process_or_container_fails_the_job(options, tmp_path, fault, exit_code, reason):

@@ -20,13 +20,13 @@ import torch
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError, WireError
 
-# The start and the size of a part of the slot: first the pickle, then each buffer.
+# An entry of the structure: the start and size of a part. The first entry is the pickle's, the others the buffers'.
 _PLACE = struct.Struct("<QQ")
 
 # Smaller buffers stay in the pickle: storing them out of band would cost more than it saves.
 _MIN_BUFFER_BYTES = 256
 
-# Send the whole storage of a tensor, so that tensors still share memory afterwards, unless the storage is more than
+# Send a tensor's whole storage, so that tensors that share it still do on arrival, unless the storage is more than
 # this many times as large as the tensor.
 _MAX_STORAGE_FACTOR = 2
 
@@ -68,8 +68,8 @@ def pickle_batch(batch: Any, arena: Arena) -> bytes:
         raise
     except Exception as error:
         raise BatchTypeError(
-            f"A batch cannot be pickled: {error}. Data hosts pickle what the collate function returns, like DataLoader "
-            "workers: return tensors, arrays, and objects that pickle accepts."
+            f"A batch cannot be pickled: {error}. Like DataLoader workers, data hosts pickle what the collate "
+            "function returns. It must return tensors, arrays, and objects that pickle accepts."
         ) from error
 
 
@@ -189,7 +189,7 @@ class _BatchPickler(pickle.Pickler):
 
 
 class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type information
-    """A pickler that returns classes by value if they arrived by value, from a script that the data host has not run.
+    """A pickler that sends classes back by value if they came by value, from a script that the data host has not run.
 
     The trainer gets its original classes back: cloudpickle tracks them by id.
     """

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_PERIOD_S = 0.5
-# Limit on the heartbeats that a data host gets from all ranks together. At this rate, they take 0.1 of a core in the
+# Limit on the heartbeats that a data host gets from all ranks together. At this rate, they take 10% of a core in the
 # host's server process (benchmarks/many_feeders.py).
 _MAX_HEARTBEATS_PER_S = 128
 _HEARTBEAT_TIMEOUT_S = 1.0
 # Move a host's requests to other hosts after this many unanswered heartbeats. A single late answer may be due to load.
 _MAX_SILENT = 2
-# Retry a host on which the user's code failed, since the cause may be gone; but rarely, since setup() may be slow.
+# Retry a host on which the user's code failed, because the cause may be gone, but not often: setup() may be slow.
 _FAILED_PERIOD_S = 10.0
 # Longer than the 5 s after which the server answers "not yet".
 _CALL_TIMEOUT_S = 15.0
@@ -105,7 +105,7 @@ class HostLink:
         # Held while notifying the owner that the host is up or lost, so that notifications stay in order.
         self._notifying = threading.RLock()
         self._nudge = threading.Event()
-        # Held during each heartbeat, so that none arrives after ``finish``: the host would take it for a new training.
+        # Held during each heartbeat, so that none arrives after ``finish``: the host would take it for a new run.
         self._beating = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._stay_connected, name=f"link {address}", daemon=True).start()
@@ -151,7 +151,7 @@ class HostLink:
             stream.call.send(message)
 
     def finish(self) -> None:
-        """Tell the host that the training has ended, and close the connection."""
+        """Tell the host that training has ended, and close the connection."""
         self._closed.set()
         self._nudge.set()
         with self._beating:
@@ -311,7 +311,7 @@ class HostLink:
             self._stream = stream
 
     def received(self) -> None:
-        """Note that the host is alive, even if it is too busy for heartbeats."""
+        """Note that the host is alive, even if it is too busy to answer heartbeats."""
         self._num_silent = 0
 
     def stream_ended(self, stream: _Stream, error: Exception | None) -> None:
@@ -334,7 +334,7 @@ class HostLink:
         return stream is not None
 
     def _refuse_for(self, error: Exception) -> None:
-        """Report an exception that ends one of the link's threads: training would otherwise wait forever."""
+        """Report an exception that ends one of the link's threads, because training would otherwise wait forever."""
         if not isinstance(error, WireError):
             logger.error("Internal error in the connection to data host %s", self.name, exc_info=error)
         self._refuse(WireError(f"data host {self.name}: {error}"))
@@ -370,5 +370,5 @@ class _Stream(FrameReader):
 
 
 def heartbeat_period_s(num_ranks: int) -> float:
-    """Return the mean time between two heartbeats of a rank to a data host, in seconds."""
+    """Return the mean interval between a rank's heartbeats to a data host, in seconds."""
     return max(_HEARTBEAT_PERIOD_S, num_ranks / _MAX_HEARTBEATS_PER_S)

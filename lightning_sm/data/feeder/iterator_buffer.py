@@ -31,7 +31,7 @@ _RANGE_BYTES = 8 << 20
 _RANGE_S = 0.01
 # Split a window that the user limits into at least this many requests, so that all workers stay busy.
 _MIN_RANGES = 8
-# Fill only this part of a slot: batches differ in size, and a range that does not fit is requested again step by step.
+# Fill only this fraction of a slot: batches differ in size, and a range that does not fit is requested step by step.
 _SLOT_PART = 1 / 2
 
 
@@ -40,7 +40,7 @@ _NOT_ARRIVED = StepRangeHeader(-1, 0.0, 0.0, [])
 
 @dataclass(eq=False)
 class InFlightRange:
-    """The answer to a request for a step range, and the destination of the piece that is being written.
+    """The answer to a request for a step range, and the destination of the piece being written.
 
     Attributes:
         step_range: The steps.
@@ -48,10 +48,10 @@ class InFlightRange:
         buffer: The slot's memory, uint8.
         header: Header of the answer.
         received: Bytes received so far.
-        piece: Memory for the piece that is being written, if any.
+        piece: Memory for the piece being written, if any.
         is_dropped: Whether the request was cancelled. The slot is freed once the piece has been written.
-        transfer_s: Seconds from the request to the last byte, without the time in the queue and in the worker.
-        ended: Called when the piece ends, with whether it has arrived.
+        transfer_s: Seconds from the request to the last byte, excluding the time in the queue and in the worker.
+        ended: Called at the end of the piece, with whether all of it has arrived.
     """
 
     step_range: StepRange
@@ -110,7 +110,7 @@ class IteratorBuffer:
         request: Description of the iterator.
         free: Unused slots of the ring.
         range_length: Batches per future request.
-        largest: Size of the largest batch so far, in bytes. If an answer has several batches, their mean size is used.
+        largest: Size of the largest batch so far, in bytes. If an answer has several batches, their mean size counts.
         in_flight: Requested ranges by request id.
         ready: Complete ranges by their first step.
         next_step: The next batch to deliver.
@@ -167,10 +167,10 @@ class IteratorBuffer:
 
     @property
     def window(self) -> int:
-        """Number of steps that may be in flight or buffered: at least 2, so that steps overlap.
+        """Number of steps that may be in flight or buffered.
 
-        The window depends on the largest batch so far. Until a size is known, it is 2: more could exceed
-        ``window_bytes``.
+        The window depends on the largest batch so far, but is at least 2, so that steps overlap. Until a size is known,
+        it is at most 2, because more steps could exceed ``window_bytes``.
         """
         limits = self.request
         if not self.largest:
@@ -221,7 +221,7 @@ class IteratorBuffer:
             raise WireError(f"{num_batches} batches arrived for a request for {answer.step_range.num_steps}")
         if header.num_bytes > self._ring.slot_bytes:
             raise BatchTooLargeError(
-                f"The batch of step {answer.step_range.first} has {header.num_bytes} bytes, but a slot only "
+                f"The batch of step {answer.step_range.first} has {header.num_bytes} bytes, but a slot has only "
                 f"{self._ring.slot_bytes} (data_service.max_batch_bytes). Raise the limit on all hosts, or make "
                 "batches smaller."
             )
@@ -233,7 +233,7 @@ class IteratorBuffer:
         self.largest = max(self.largest, 1, -(-header.num_bytes // num_batches))
 
     def end_piece(self, answer: InFlightRange, *, is_complete: bool = True) -> None:
-        """Count a complete piece, and free the slot if the answer was dropped in the meantime."""
+        """Count the bytes of a complete piece, and free the slot if the answer was dropped in the meantime."""
         answer.received += len(answer.piece or b"") * is_complete
         answer.piece = None
         if answer.is_dropped:

@@ -52,7 +52,7 @@ class Feeder:
         self._scheduler = Scheduler()
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
         self._buffers: dict[int, IteratorBuffer] = {}
-        # Size of the largest batch by source, in bytes, so that later passes start with the right window.
+        # Size in bytes of the largest batch of each source, so that later passes start with the right window.
         self._largest: dict[str, int] = {}
         self._closed_early: set[int] = set()
         self._snapshots: dict[str, tuple[int, int]] = {}  # (descriptor, size) by digest
@@ -66,7 +66,7 @@ class Feeder:
             self._links[address] = HostLink(address, settings.credentials, settings.client, self)
 
     def run(self) -> None:
-        """Serve the training process until it closes the connection, or exits."""
+        """Serve the training process until it closes the connection or exits."""
         with selectors.DefaultSelector() as selector:
             self._handle(self._trainer.buffered())
             selector.register(self._trainer, selectors.EVENT_READ, self._receive)
@@ -188,7 +188,12 @@ class Feeder:
             logger.debug("The training process has exited, so the feeder exits too.")
 
     def fail(self, pass_id: int | None, error: Exception) -> None:
-        """End a pass with an error, or all passes (None) if a host is not part of this job or violates the protocol."""
+        """End a pass with an error.
+
+        Args:
+            pass_id: Number of the pass; None for all, as when a host is not part of this job or violates the protocol.
+            error: The error.
+        """
         self._notify(kinds.Failed(pass_id, type(error).__name__, str(error)))
 
     def _deliver(self, buffer: IteratorBuffer) -> None:
@@ -256,7 +261,7 @@ class Feeder:
     def link_piece(
         self, link: HostLink, request_id: int, kind: int, value: int, num_bytes: int
     ) -> InFlightRange | None:
-        """Return the destination of a piece of a batch, or None to discard it."""
+        """Return the destination of a piece of a batch, or None to discard the piece."""
         with self._lock:
             request = self._scheduler.request(request_id, link.address)
             if request is None:
@@ -315,7 +320,7 @@ class Feeder:
         self._send_requests()
 
     def _skip(self, buffer: IteratorBuffer, request: StepRequest, end: int) -> None:
-        """End a stream whose end is now known."""
+        """Record that a stream ended before the requested batches, and end the pass there."""
         self._cancel(self._scheduler.completed(request.request_id, time.monotonic()) or ())
         buffer.skip(request.request_id, end)
         self._move_stop(buffer)
@@ -351,7 +356,7 @@ class Feeder:
                 buffer.pass_id, explain(failure.error, request.first_step, decision, buffer.keys(request.first_step))
             )
             return
-        # A failed range is requested again step by step. Report only the step that fails then.
+        # A failed range is requested again step by step, so report only the step that fails then.
         if request.step_range.num_steps == 1:
             logger.warning("Retrying a batch that failed on %s: %s", place, first_line(failure.text))
         self._send_requests()
@@ -384,7 +389,7 @@ def _about(request: StepRequest, error: WireError) -> WireError:
 
 
 def main() -> None:
-    """Run the feeder. The process arguments are the descriptors of the connection and the release pipe."""
+    """Run the feeder. The command-line arguments are the descriptors of the connection and the release pipe."""
     trainer = connection_to_parent()
     settings = trainer.receive()
     if isinstance(settings, kinds.Configure):

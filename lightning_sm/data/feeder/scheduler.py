@@ -5,7 +5,7 @@ clock), and gets back the requests to send and to cancel.
 
 Each request asks for a step range: consecutive steps of a pass (one iteration over one loader). A range is first TODO,
 then in flight (twice when hedged), then ready. The first answer makes the range ready; all other answers, late or for a
-closed pass, are rejected. So each step is delivered exactly once, whatever the hosts do.
+closed pass, are rejected. Each step is thus delivered exactly once, whatever the hosts do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NamedTuple
 _NUM_REQUEST_IDS = 1 << 32
 
 # Number of recent latencies in a loader's median: enough to outvote the stragglers of one host, few enough to adapt
-# soon.
+# quickly.
 _NUM_RECENT = 64
 # With fewer latencies than this, no request counts as late.
 _NUM_SAMPLES_TO_HEDGE = 3
@@ -42,7 +42,7 @@ _SLOW_FACTOR = 3.0
 # Requests also queue on a slow host, so expect its answers only after this many times its latency.
 _SLOW_MARGIN = 2.0
 # Halve a host's measured slowness whenever it has not answered for this many times its latency. Otherwise, a host that
-# was slow once (cold cache, other jobs) would get no requests again.
+# was slow once (cold cache, other jobs) would never get requests again.
 _FORGET_LATENCIES = 10.0
 
 # Pauses after failures. Without them, an overloaded host would get requests in a busy loop if it is the only host.
@@ -56,7 +56,7 @@ HEDGE_BURST = 4
 
 
 class _Late(NamedTuple):
-    """The age from which a request is late: a multiple of the loader's median latency, but at least a minimum."""
+    """The age at which a request becomes late: a multiple of the loader's median latency, but at least a minimum."""
 
     factor: float
     minimum_s: float
@@ -85,10 +85,10 @@ class Liveness(Enum):
 class Retry(Enum):
     """The retry policy for a failed request for a single step.
 
-    ELSEWHERE: retry until the request succeeds, as the cause is elsewhere (connection lost, host overloaded).
-    LIMITED: retry a few times, as the request may be the cause (a worker was killed).
+    ELSEWHERE: retry until the request succeeds, because the cause is elsewhere (connection lost, host overloaded).
+    LIMITED: retry a few times, because the request may be the cause (a worker was killed).
     ONCE: retry once, on another host if one is up. The user's code raised, perhaps because a disk is broken.
-    NEVER: do not retry, as no retry can succeed.
+    NEVER: do not retry, because no retry can succeed.
     """
 
     ELSEWHERE = "elsewhere"
@@ -97,7 +97,7 @@ class Retry(Enum):
     NEVER = "never"
 
 
-# A pass fails when one of its steps has failed this many times under a policy.
+# A pass fails when one of its steps has failed this many times under the same policy.
 _MAX_FAILURES = {Retry.LIMITED: 4, Retry.ONCE: 2, Retry.NEVER: 1}
 
 
@@ -179,7 +179,7 @@ class _ScheduledHost(HostStatus):
         return self.state is Liveness.UP and self.num_in_flight < self.num_credits and self.paused_until <= now
 
     def expected_slowness(self, now: float) -> float:
-        """Return the slowness to expect: an idle host's measurement loses weight with time."""
+        """Return the slowness to expect: an idle host's measurement loses weight over time."""
         if self.slowness <= 1.0 or self.num_in_flight:
             return self.slowness
         return 1.0 + (self.slowness - 1.0) * math.exp2(-(now - self.measured_at) / self.forget_s)
@@ -192,7 +192,7 @@ class _ScheduledHost(HostStatus):
         return self.measured_at + self.forget_s * math.log2((self.slowness - 1.0) / (_SLOW_FACTOR - 1.0))
 
     def measure(self, latency_s: float, median_s: float, now: float) -> None:
-        """Update the average slowness. As a slow host gets few requests, one quick answer proves that it recovered."""
+        """Update the average slowness. A slow host gets few requests, so one quick answer proves that it recovered."""
         measured = latency_s / max(median_s, 1e-9)
         is_news = math.isinf(self.measured_at) or measured < _SLOW_FACTOR < self.slowness
         self.slowness = measured if is_news else self.slowness + _WEIGHT * (measured - self.slowness)
@@ -452,7 +452,7 @@ class Scheduler:
         return superfluous
 
     def advance(self, pass_id: int, step: int) -> None:
-        """Move a pass's window, as the consumer has taken every step below ``step``.
+        """Move a pass's window after the consumer has taken every step below ``step``.
 
         Raises:
             ValueError: An earlier step is not ready, and would never be delivered.
@@ -491,8 +491,8 @@ class Scheduler:
         self._record_answer(request, current.pace, now, work_s)
         losers = [other for other in current.in_flight[request.step_range] if other is not request]
         for loser in losers:
-            # _end_requests counts a hedge as average work. Add the difference, as this range costs the other host as
-            # much work as it cost this one.
+            # _end_requests counts a hedge as average work. Add the difference, because this range costs the other
+            # host as much work as it cost this one.
             self._hedged_work_s += work_s - current.pace.work_s
             host = self._hosts[loser.host]
             age_s = now - loser.sent_at
@@ -659,7 +659,7 @@ class Scheduler:
         slownesses = sorted(each.expected_slowness(now) for each in self._up)
         # Compare the median host or, with two hosts, the quicker one.
         if slownesses and slownesses[(len(slownesses) - 1) // 2] > _SLOW_FACTOR:
-            # The loader's batches have become heavier. Until the median reflects that, all hosts would count as slow
+            # The loader's batches have become costlier. Until the median reflects that, all hosts would count as slow
             # and stay idle, so start a new median.
             pace.forget()
             pace.add(latency_s, work_s)

@@ -25,7 +25,7 @@ class SourceOpenings:
     Args:
         links: Links to the data hosts, by address. The feeder adds them when it starts.
         notify: Sends a message to the training process.
-        drop_snapshot: Takes the digest of a source that no opening needs, and releases the source's memory.
+        drop_snapshot: Releases the memory of a source that no opening needs, given its digest.
     """
 
     def __init__(
@@ -61,7 +61,9 @@ class SourceOpenings:
             self._drop_snapshot(opening.source)
 
     def tick(self, now: float) -> None:
-        """Move stream workers from lost or late hosts to hosts that are up, where workers start again and skip ahead.
+        """Move stream workers off hosts that have been down for too long.
+
+        On their new hosts, which are up, the workers start over and skip ahead.
 
         Args:
             now: The current time on a monotonic clock.

@@ -40,11 +40,11 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
         lost = "; ".join(f"a worker {how}" + (f" ({number} times)" if number > 1 else "") for how, number in counts)
         if error == "WorkerNotStarted":
             return DataServiceError(
-                f"The workers of data hosts cannot start: {lost}. Check worker_init_fn and the logs of the data hosts. "
+                f"The data hosts' workers cannot start: {lost}. Check worker_init_fn and the logs of the data hosts. "
                 "The workers may also need more memory than is available."
             )
         return DataServiceError(
-            f"Step {step} kills the workers of data hosts: {lost}. Look for samples that crash native code or use too "
+            f"Step {step} kills the data hosts' workers: {lost}. Look for samples that crash native code or use too "
             f"much memory, at indices {shown}."
         )
     return error_class(error)(decision.failures[-1])
@@ -56,7 +56,7 @@ def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) 
     Args:
         link: The connection to the host.
         status: The host's status in the scheduler, or None if the host was never reached.
-        transfer_s: Seconds that the host's answers were in transit.
+        transfer_s: Total seconds that the host's answers were in transit.
     """
     status = status or HostStatus(link.name)
     report = link.report or HostReport(link.name, workers=0, busy=0, queued=0)

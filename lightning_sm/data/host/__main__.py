@@ -1,4 +1,4 @@
-"""The main process of a ``DataHost``: ``python -m lightning_sm.data.host`` with a connection to the owner."""
+"""The main process of a ``DataHost``, run as ``python -m lightning_sm.data.host`` with a connection to its owner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> None:
     with pause_collector():
         for name in serve.imports:  # before our modules, which use whichever Lightning is imported
             importlib.import_module(name)
-        from lightning_sm.data.host.main_process import MainProcess  # noqa: PLC0415 - without the collector
+        from lightning_sm.data.host.main_process import MainProcess  # noqa: PLC0415 - while the collector is paused
 
         freeze_imports()
     try:

@@ -21,11 +21,11 @@ from lightning_sm.job.variables import JOB_SECRET
 
 _MAIN_PROCESS = "lightning_sm.data.host"
 
-# Rank 0's DataModule derives from one of these packages. The data host imports the one that this process has imported.
+# Rank 0's DataModule derives from a class in one of these packages. The data host imports the same one as this process.
 _LIGHTNING = ("pytorch_lightning", "lightning.pytorch")
 
-# Importing torch and Lightning has taken over a minute on busy machines and from network drives. If the process exits,
-# this is noticed at once.
+# Importing torch and Lightning has taken more than a minute on busy machines and from network drives. If the process
+# exits, the wait ends at once.
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 15.0
 
@@ -49,7 +49,7 @@ class DataHost:
     Its processes import torch and Lightning, which takes as long as it does in your script.
 
     It accepts connections from this machine and from ``settings.trust``. Without a job secret, it sets
-    ``LIGHTNING_SM_JOB_SECRET`` to random characters in this process, for ``RemoteDataModule`` and for ranks that this
+    ``LIGHTNING_SM_JOB_SECRET`` to a random value in this process, for ``RemoteDataModule`` and for ranks that this
     process starts. To train from another terminal, set the same ``LIGHTNING_SM_JOB_SECRET`` there.
 
     Args:
@@ -152,7 +152,7 @@ class DataHost:
 
 
 def _ensure_secret() -> None:
-    """Set a secret for this process and its children, unless it already has one or belongs to a job, which sets one."""
+    """Set a secret for this process and its children, unless it has one or runs in a job, which sets its own."""
     with _MAKING_SECRET:  # several threads may create data hosts
         if JOB_SECRET.read(os.environ) is None and SageMakerJob.from_environment() is None:
             os.environ.update(new_secret())

@@ -22,7 +22,7 @@ from lightning_sm.errors import DataSettingsError
 # A sampler may hold the order of a million samples, which takes 8 MB.
 _MAX_RESULT_BYTES = 20_000_000
 
-# Names of the objects that trainers have themselves.
+# Names of the objects that a result's pickle leaves out, because each trainer uses its own.
 DATAMODULE, TRAINER = "datamodule", "trainer"
 
 
@@ -34,7 +34,7 @@ class HookCall:
         run: Name of the DataModule.
         hook: Name of the hook.
         arguments: Its arguments, by name.
-        datamodule: The DataModule in the first call; None in later ones, because the data host then has it.
+        datamodule: The DataModule in the first call; None in later ones, because the data host already has it.
         values: Attributes that were set on rank 0 since the last call.
         removed: Names of attributes that were deleted on rank 0 since the last call.
         trainer: View of the Trainer, if any.
@@ -76,7 +76,7 @@ class HookResult:
 
 
 class HookCalls:
-    """The DataModules from rank 0 on this data host, and the calls to their hooks."""
+    """This data host's copies of rank 0's DataModules, and the calls to their hooks."""
 
     def __init__(self) -> None:
         self._datamodules: dict[str, Any] = {}  # by run
@@ -161,7 +161,7 @@ class HookCalls:
 
 
 def set_attribute(datamodule: Any, name: str, value: Any) -> None:
-    """Set an attribute to the value that it got in another process.
+    """Set an attribute to the value that it has in another process.
 
     Lists, dicts and sets are changed in place, because a dataset may share them.
     """
@@ -176,7 +176,7 @@ def set_attribute(datamodule: Any, name: str, value: Any) -> None:
 
 
 def loaders_in(returned: Any) -> list[DataLoader[Any]]:
-    """Return the loaders in the return value of a hook."""
+    """Return the loaders in a hook's return value."""
     leaves = returned.flattened if isinstance(returned, CombinedLoader) else tree_leaves(returned)
     return [leaf for leaf in leaves if isinstance(leaf, DataLoader)]
 

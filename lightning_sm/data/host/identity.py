@@ -1,4 +1,4 @@
-"""The identity of a dataset, compared between data hosts."""
+"""Descriptions of datasets, compared between data hosts to make sure that they have the same data."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def compared_fields(call: str, loaders: Sequence[DataLoader[Any]], missing: Sequ
 def describe_data(dataset: Any) -> dict[str, str]:
     """Describe the parts of a dataset, with texts that are equal for the same data.
 
-    The parts are the class and the result of ``fingerprint()``. Without that method, they are the class and the lists
-    of names or numbers, such as the indices of a ``Subset``, because hosts that split the data differently would train
-    on each other's validation samples.
+    The parts are the class and the result of ``fingerprint()``. If the dataset lacks that method, its lists of names
+    or numbers, such as the indices of a ``Subset``, take the result's place: hosts that split the data differently
+    would train on each other's validation samples.
     """
     cls = type(dataset)
     texts = {"": f"{cls.__module__}.{cls.__qualname__}"}
@@ -75,7 +75,7 @@ def _walk(dataset: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _items(value: Any) -> list[Any]:
-    """Return the items of a container of datasets, such as the one in a ``ConcatDataset``; else the value itself."""
+    """Return the items of a container of datasets, none of other containers, and any other value as the only item."""
     if isinstance(value, (list, tuple, dict)):
         items = list(value.values()) if isinstance(value, dict) else value
         # Check only the first item: this may be a list of a million files.

@@ -38,10 +38,10 @@ from lightning_sm.job.stop_schedule import GENTLE_SIGNAL
 
 logger = logging.getLogger(__name__)
 
-# A worker fills one slot while the other is sent.
+# A worker fills one slot while the other is being sent.
 _SLOTS_PER_WORKER = 2
 
-# Pauses before a worker that could not start is replaced. Without them, such a worker would take up a whole CPU.
+# Pauses before replacing a worker that could not start. Without them, its restarts would take up a whole CPU.
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 
@@ -55,13 +55,13 @@ class _Terminated(BaseException):
 
 @dataclass(frozen=True)
 class _WorkerProcess:
-    """A worker.
+    """A worker process of this data host.
 
     Attributes:
         pid: Its process id.
         opening: The opening that it serves.
         number: Its number on the host.
-        notes: Its notes.
+        notes: The notes that it shares with this process.
         pause_s: Seconds to wait before replacing it if it cannot start.
     """
 
@@ -102,17 +102,17 @@ class MainProcess:
         self._num_streams = 0
         self._sources = Sources()
         self._scheduler = sched.scheduler(time.monotonic)
-        self._server: MessageSocket  # of the newest server process
-        self._has_listened = False  # whether any server process has
+        self._server: MessageSocket  # connection to the current server process
+        self._has_listened = False  # whether any server process has started listening
         self._outcome: host_messages.Finished | None = None
         self._in_hook = False
         self._job_is_ending = False
 
     def serve(self, until: MessageSocket | None = None) -> None:
-        """Serve until the trainers have finished, until SIGTERM, or until the other end of a socket is closed.
+        """Serve until the trainers have finished, SIGTERM arrives, or the owner closes its end of a socket.
 
         Args:
-            until: The socket, if any.
+            until: Socket to the owner, if any.
 
         Raises:
             DataServiceError: The host cannot serve: its address is in use, or no trainer connected.
@@ -124,7 +124,7 @@ class MainProcess:
         wakeup, waker = socket.socketpair()
         waker.setblocking(False)
         self._selector.register(wakeup, selectors.EVENT_READ, lambda: self._on_wakeup(wakeup))
-        # Set this before the handlers. If a handler only sets a flag, Python resumes the wait, which this then ends.
+        # Set this before the handlers: after a handler that only sets a flag, Python resumes the wait, which this ends.
         signal.set_wakeup_fd(waker.fileno())
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(GENTLE_SIGNAL, self._on_gentle_signal)
@@ -137,8 +137,8 @@ class MainProcess:
             outcome = self._outcome or host_messages.Finished("the job was stopped before it served anything")
         finally:
             self._close()
-            # Ignore signals until the process has exited. The interpreter takes a second to exit. It would restore
-            # the default handlers meanwhile, and a signal from the ending job would change the exit code.
+            # Ignore signals until the process has exited, which takes a second. Otherwise, the interpreter would
+            # restore the default handlers, and a signal from the ending job would change the exit code.
             for signum in (signal.SIGTERM, GENTLE_SIGNAL):
                 signal.signal(signum, signal.SIG_IGN)
             signal.set_wakeup_fd(-1)
@@ -166,7 +166,7 @@ class MainProcess:
             raise _Terminated
 
     def _on_gentle_signal(self, *_: object) -> None:
-        """Note that the job is ending. Keep serving: trainers need batches until all ranks save a checkpoint."""
+        """Note that the job is ending. Keep serving: trainers need batches until all ranks have saved a checkpoint."""
         self._job_is_ending = True
         if self._in_hook and not self._sources.openings:
             raise _Terminated
@@ -314,7 +314,7 @@ class MainProcess:
         else:
             how += f" in {at}" if at else " while starting"
         was_sent = self._send(host_messages.WorkerLost(worker_id, how))
-        # Do not replace a worker that exited on purpose, because its source was closed or its server process died.
+        # Do not replace a worker that was meant to exit: its source was closed, or its server process died.
         if self._outcome is not None or not was_sent or not self._is_needed(worker):
             return
         if has_started:
@@ -325,7 +325,7 @@ class MainProcess:
         self._scheduler.enter(worker.pause_s, 0, self._start_again, (worker,))
 
     def _is_needed(self, worker: _WorkerProcess) -> bool:
-        """Return whether a worker's opening is still open. A source that was reopened has other workers."""
+        """Return whether a worker's opening is still open. A source that was reopened has new workers."""
         return self._sources.openings.get(worker.opening.name) is worker.opening
 
     def _start_again(self, worker: _WorkerProcess) -> None:

@@ -109,9 +109,9 @@ def pickle_object(
         value: The object.
         by_name: Whether the recipients have run this script. Its classes and functions are then pickled by name, so
             that ``isinstance`` and ``globals()`` work as they do here; otherwise, they are pickled by value.
-        named: Parts of the object, by the names that the user knows, for the error.
+        named: Parts of the object, by the names that the user knows, for error messages.
         advice: End of the error message, which says who gets the object and what to do.
-        parts: Parts that are not pickled.
+        parts: Collects the parts that stay on this host and are not pickled, if any.
 
     Raises:
         DataSettingsError: Part of the object cannot be pickled.
@@ -178,7 +178,7 @@ class _LimitedFile(io.BytesIO):
 @cache
 def _warn_of_shared_memory() -> None:
     logger.warning(
-        "The dataset of a loader has a tensor in shared memory (share_memory_()), which other machines cannot see: "
+        "A loader's dataset has a tensor in shared memory (share_memory_()), which other machines cannot see: "
         "data hosts get a copy with each iterator. Your changes reach them with the next iterator, and changes by "
         "workers never come back."
     )
@@ -191,8 +191,8 @@ def _reduce_module(module: ModuleType) -> Any:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type information
     """A pickler that keeps large buffers out of band, and replaces the Trainer with a view."""
 
-    # If a function uses "self.classes", cloudpickle takes the name for the module torch.classes, whose class cannot be
-    # pickled.
+    # If a function uses "self.classes", cloudpickle mistakes the name for the module torch.classes, whose class cannot
+    # be pickled.
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({type(torch.classes): _reduce_module})
 
     def __init__(
@@ -291,7 +291,7 @@ def _itself(value: Any) -> Any:
 
 
 def _restore_attached(trainer: Any, model: Any, state: Any) -> None:
-    """Set a model's state and its Trainer, which Lightning leaves out of the state: without it, the epoch is 0."""
+    """Set a model's state and its Trainer, which Lightning leaves out of the state. Without one, the epoch is 0."""
     model.__setstate__(state)
     model.trainer = trainer
     if model.device.type not in ("cpu", "meta"):
@@ -322,7 +322,7 @@ def _is_plain_tensor(tensor: torch.Tensor) -> bool:
 
 
 def _main_name(obj: Any) -> str | None:
-    """Return the qualified name of a class or function in the script, or None if the name leads elsewhere."""
+    """Return the qualified name of a class or function in the script, or None if the name refers to another object."""
     if obj.__module__ != "__main__":
         return None
     target: Any = sys.modules["__main__"]
@@ -332,7 +332,7 @@ def _main_name(obj: Any) -> str | None:
 
 
 class _Search:
-    """A search for the part of an object that cannot be pickled, which tries one part at a time."""
+    """A search, one part at a time, for the part of an object that cannot be pickled."""
 
     def __init__(self, new: _NewPickler) -> None:
         self._new = new
@@ -366,7 +366,7 @@ class _Search:
         return None
 
     def _parts_of(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the parts of an object that its pickle includes, each with the code that reaches it."""
+        """Yield the parts that an object's pickle includes, each with the code that reaches it."""
         if isinstance(value, SynchronizedBase):
             return
         if isinstance(value, Mapping):

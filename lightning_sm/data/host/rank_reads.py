@@ -15,7 +15,7 @@ from lightning_sm.errors import DataSettingsError
 _RANKS = ("global_rank", "local_rank", "node_rank")
 _SIZES = ("world_size", "num_devices", "num_nodes")
 
-# Libraries whose reads of the rank do not count: torch's samplers read it, but trainers correct it there.
+# Libraries whose reads of the rank do not count: torch's samplers read it, but trainers correct the samplers' rank.
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_sm")
 
 
@@ -27,12 +27,12 @@ class RanksRead:
         self._sizes: dict[str, str] = {}
 
     def note(self, name: str, value: Any, frame: FrameType) -> None:
-        """Record a read of an attribute of the Trainer.
+        """Record that an attribute of the Trainer was read.
 
         Args:
             name: The attribute.
             value: Its value. A size of 1 is ignored, because it leaves nothing to split.
-            frame: The code that read it.
+            frame: Frame of the code that read it.
         """
         if name in _RANKS:
             self._ranks.setdefault(f"self.trainer.{name}", _place(frame))
@@ -66,7 +66,7 @@ class RanksRead:
         return noted
 
     def check(self, hook: str) -> None:
-        """Check that a hook leaves splitting the data by rank to the samplers.
+        """Check that a hook does not split the data by rank itself, but leaves this to the samplers.
 
         Args:
             hook: The hook call, for the error.

@@ -1,4 +1,4 @@
-"""Snapshots: objects as bytes, from which other processes rebuild them."""
+"""Snapshots: objects serialized to bytes, from which other processes rebuild them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load_from_trainers(fd: int, what: str) -> Any:
 
     Args:
         fd: Descriptor of the snapshot's memory; the caller may close it afterwards.
-        what: Description of the object, for the error.
+        what: Description of the object, for error messages.
 
     Raises:
         DataSettingsError: This process lacks a module, class or function that the object needs.
@@ -28,7 +28,7 @@ def load_from_trainers(fd: int, what: str) -> Any:
     try:
         # The object's arrays and tensors alias the memory, which all processes share until one of them writes to it.
         parts = parts_in(memoryview(mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)))
-        return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # only from rank 0 of this job
+        return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # only from trainers that know the token
     except (AttributeError, ImportError) as error:
         raise DataSettingsError(
             f"This data host cannot rebuild {what}: {error}. Data hosts run the script up to its first fit() (or "

@@ -1,4 +1,4 @@
-"""The parts of a user's ``DataLoader`` that a data host gets, like a worker that torch spawns."""
+"""The parts of a user's ``DataLoader`` that are sent to a data host, as torch sends them to a spawned worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WorkerSource:
     Attributes:
         name: Name of the loader, for messages.
         dataset: The dataset.
-        collate_fn: Makes a batch from samples.
+        collate_fn: Function that makes a batch from samples.
         worker_init_fn: Function to call in each worker with the worker's number, if any.
         has_ranks: Whether ``worker_init_fn`` also accepts the rank, like Lightning's.
         is_stream: Whether the dataset is iterable, rather than indexed.
@@ -57,7 +57,7 @@ class WorkerSource:
         private: Any = loader
         init = loader.worker_init_fn
         # Lightning's function is bound to a rank. Unbind it, so that all ranks have equal sources, and a data host gets
-        # the dataset once.
+        # the dataset only once.
         unbound = init.func if isinstance(init, partial) and _is_lightnings(init.func) else None
         parts = (loader.dataset, loader.collate_fn, unbound or init)
         stand_ins = [part for part in parts if isinstance(part, PartStandIn)]

@@ -1,4 +1,4 @@
-"""Builds the batches of a source in a worker, as a ``DataLoader`` worker does."""
+"""Builds a source's batches in a worker, as a ``DataLoader`` worker does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightning_sm.data.protocol.frames import EncodedBatch
 from lightning_sm.data.protocol.openings import StreamWorker
 from lightning_sm.data.protocol.spec import StreamEnd
 
-# Longer lists of indices are shown by their first and last items.
+# For longer lists of indices, show only the first and the last one.
 _MAX_SHOWN = 2
 
 _BATCH_KEY = struct.Struct("<qqq")
@@ -39,7 +39,7 @@ Builder: TypeAlias = "IndexedBuilder | StreamBuilder"
 
 
 class WorkerPlace(NamedTuple):
-    """A worker's place on the data hosts.
+    """A worker's place among the workers of all data hosts.
 
     Attributes:
         host: Name of the data host.
@@ -57,7 +57,7 @@ def builder_of(source: WorkerSource, stream: StreamWorker | None, place: WorkerP
 
     Args:
         source: The source.
-        stream: The worker of the stream that this worker acts as; None if the dataset is indexed.
+        stream: The ``DataLoader`` worker that this worker acts as; None if the dataset is indexed.
         place: Place of the worker.
     """
     if source.trainer is not None:
@@ -80,7 +80,7 @@ class IndexedBuilder:
     def __init__(self, source: WorkerSource, place: WorkerPlace) -> None:
         self._source = source
         self._number = place.number
-        # The seed is different for each worker of each host.
+        # Each worker on each host has a different seed.
         seed = _hash(f"{place.host}/{place.number}/{source.name}".encode()) % (1 << 31)
         self._info = _worker_info(place.number, place.num_workers, seed, source.dataset)
         self._world = RankWorld()
@@ -93,7 +93,7 @@ class IndexedBuilder:
         # Lightning's worker_init_fn only sets seeds, which ``build`` does for each batch.
         if not self._source.has_ranks:
             notes.set_text("worker_init_fn")
-            # Generators created there from torch.initial_seed() must differ between workers, as in a DataLoader.
+            # Generators that it creates from torch.initial_seed() must differ between workers, as in a DataLoader.
             seed_all(self._info.seed)
             self._source.init_worker(self._number, 0)
         self._held = HeldGenerators(self._source.dataset, self._source.collate_fn)
@@ -106,7 +106,7 @@ class IndexedBuilder:
         Args:
             encoded_spec: The request.
             memory: The slot for the batches.
-            notes: The notes of this process, which name its current sample.
+            notes: This process's notes, which name its current sample.
 
         Raises:
             BatchTypeError: A batch cannot be pickled.
@@ -156,7 +156,7 @@ class StreamBuilder:
 
     Args:
         source: The source.
-        stream: The worker of the stream that this worker acts as.
+        stream: The ``DataLoader`` worker that this worker acts as.
     """
 
     def __init__(self, source: WorkerSource, stream: StreamWorker) -> None:
@@ -168,7 +168,7 @@ class StreamBuilder:
         self._has_ended = False
 
     def enter(self, notes: WorkerNotes) -> None:
-        """Seed this process and run ``worker_init_fn``, in the order of torch's ``_worker_loop``."""
+        """Seed this process and run ``worker_init_fn``, in the same order as torch's ``_worker_loop``."""
         source, stream = self._source, self._stream
         world = RankWorld()
         world.show(stream.rank, stream.world_size)
@@ -200,8 +200,8 @@ class StreamBuilder:
             # A batch was lost in transit, and a stream cannot go back. Exit: a new process starts over and skips ahead.
             notes.set_text(f"the rewind of a stream to its batch {spec.first}")
             os._exit(0)
-        # Persistent workers start a new pass. A process that replaces another does not know how much of earlier passes
-        # was read, so it reads none of them, and its random numbers differ.
+        # A persistent worker starts a new pass here. A process that replaces another does not know how much of earlier
+        # passes was read, so it reads none of them, and its random numbers differ.
         while self._pass < spec.seed:
             self._pass += 1
             self._open(notes)
@@ -230,7 +230,7 @@ def _encode_batches(
 
     Args:
         memory: The slot.
-        batches: Functions that each build a batch, perhaps in the arena, or return a ``StreamEnd``, which ends them.
+        batches: Functions that each build a batch, perhaps in the arena, or return a ``StreamEnd`` if none is left.
 
     Returns:
         The batches (fewer than requested if the stream ends), or the stream's end if there are none.
@@ -250,12 +250,12 @@ def _encode_batches(
 
 
 def _hash(key: bytes) -> int:
-    """Return an unsigned 64-bit hash."""
+    """Return an unsigned 64-bit hash of a key."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
 def _worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> Any:
-    """Return the result of ``torch.utils.data.get_worker_info()`` in a ``DataLoader`` worker."""
+    """Return what ``torch.utils.data.get_worker_info()`` would return in a ``DataLoader`` worker."""
     torch_worker: Any = _utils.worker
     return torch_worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
 
@@ -266,7 +266,7 @@ def _show_worker_info(info: Any) -> None:
 
 
 def _shown(index: Any) -> str:
-    """Describe the index of a batch, for messages."""
+    """Describe a batch's index, for messages."""
     if isinstance(index, list) and len(index) > _MAX_SHOWN:
         return f"indices {index[0]!r} to {index[-1]!r} ({len(index)})"
     return f"index {index!r}"

@@ -13,7 +13,7 @@ from lightning_sm.data.protocol.openings import CallResult, Opening
 
 
 class Sources:
-    """The sources in the main process, whose forked workers share the memory of the datasets.
+    """The sources in the main process, whose forked workers share the datasets' memory.
 
     Attributes:
         openings: The openings that workers serve, by name.
@@ -41,29 +41,29 @@ class Sources:
         self.snapshots[digest] = fd
 
     def open(self, opening: Opening) -> Failure | CallResult | None:
-        """Run the hook call of an opening, or unpickle its source for forked workers if that is still necessary.
+        """Run an opening's hook call, or unpickle its source for forked workers unless that has already been done.
 
         Returns:
-            The failure, if any, or the result of the hook call.
+            The failure, the result of the hook call, or None if workers can start.
         """
         result = None
         where = "unpickling the dataset"
         try:
             if opening.is_call:
                 where = "unpickling the DataModule"
-                call: HookCall = load_from_trainers(self.snapshots[opening.source], "the DataModule of rank 0")
+                call: HookCall = load_from_trainers(self.snapshots[opening.source], "rank 0's DataModule")
                 where = str(call)
                 result = self._calls.run(opening.name, call)
             elif not opening.is_spawned and opening.source not in self.unpickled:
                 memory = self.snapshots[opening.source]
-                self.unpickled[opening.source] = load_from_trainers(memory, "a dataset of the trainers")
-        except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainers
+                self.unpickled[opening.source] = load_from_trainers(memory, "a dataset from the trainers")
+        except Exception as error:  # noqa: BLE001  # errors in the user's code are sent to the trainers
             return Failure.of(error, where)
         self.openings[opening.name] = opening
         return result
 
     def keep(self, names: Iterable[str]) -> None:
-        """Forget all openings except these, and the sources that none of these openings needs."""
+        """Forget all openings except these, and the unpickled sources that none of these needs."""
         kept = set(names)
         self.openings = {name: opening for name, opening in self.openings.items() if name in kept}
         self._calls.keep(self.openings)

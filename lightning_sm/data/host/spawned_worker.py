@@ -1,7 +1,7 @@
 """Spawned workers, for loaders with ``multiprocessing_context="spawn"`` or ``"forkserver"``.
 
 multiprocessing starts each one as a new interpreter, which imports the user's script as ``__mp_main__`` and unpickles
-the source. Threads that libraries start meanwhile therefore run in the worker; a forked worker would have none.
+the source. Threads that libraries start in the process therefore run in the worker; a forked worker would have none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def spawn_worker(
 
     Args:
         snapshot: Descriptor of the source's memory.
-        stream: The worker of the stream that this worker acts as; None if the dataset is indexed.
+        stream: The ``DataLoader`` worker that this worker acts as; None if the dataset is indexed.
         place: Place of the worker.
         ring: The worker's ring.
         notes: The worker's notes.
@@ -39,20 +39,20 @@ def spawn_worker(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
         load = partial(_load, InheritedDescriptor(snapshot), stream, place)
-        # A daemon, like a DataLoader worker, in which multiprocessing refuses to start processes.
+        # A daemon, like a DataLoader worker: multiprocessing lets it start no processes of its own.
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=_run, args=(theirs, ring, load, notes), daemon=True)
         process.start()
 
     def wait_for() -> int:
-        process.join()  # not waitpid: multiprocessing may have reaped it while starting another
+        process.join()  # not waitpid: multiprocessing may have reaped it while starting another process
         return cast(int, process.exitcode)
 
     return cast(int, process.pid), wait_for, MessageSocket(ours)
 
 
 def _load(snapshot: int, stream: StreamWorker | None, place: WorkerPlace) -> Builder:
-    return builder_of(load_from_trainers(snapshot, "a dataset of the trainers"), stream, place)
+    return builder_of(load_from_trainers(snapshot, "a dataset from the trainers"), stream, place)
 
 
 def _run(sock: socket.socket, ring: Ring, load: Callable[[], Builder], notes: WorkerNotes) -> None:

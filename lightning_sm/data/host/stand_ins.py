@@ -33,13 +33,13 @@ def part_of(call: str, number: int) -> Any:
         return LEFT[call][number]
     except KeyError as error:
         raise DataSettingsError(
-            f"A loader of the trainers needs a dataset from the hook call {call}, which has not run on this data host. "
+            f"A loader on the trainers needs a dataset from the hook call {call}, which has not run on this data host. "
             "If the hook failed here, see the log lines above."
         ) from error
 
 
 class PartStandIn:
-    """A stand-in for a dataset or function on the data hosts.
+    """A stand-in for a dataset or function that stays on the data hosts.
 
     Args:
         call: Name of the hook call that created the part.
@@ -67,7 +67,7 @@ class PartStandIn:
         )
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        """Refuse to be called."""
+        """Raise an error, because only data hosts can call the function."""
         raise AttributeError(f"{self._name} is on the data hosts, and cannot be called on a trainer. {REMEDIES}")
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ class DatasetStandIn(PartStandIn, Dataset[Any]):
     """A stand-in for an indexed dataset."""
 
     def __getitem__(self, index: Any) -> Any:
-        """Refuse to read."""
+        """Raise an error, because only data hosts have the samples."""
         raise AttributeError(f"The samples of {self._name} are on the data hosts, not on the trainers. {REMEDIES}")
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class StreamStandIn(DatasetStandIn, IterableDataset[Any]):
     """A stand-in for an iterable dataset."""
 
     def __iter__(self) -> Any:
-        """Refuse to read."""
+        """Raise an error, because only data hosts have the samples."""
         return self[0]
 
 
@@ -109,7 +109,7 @@ class Parts:
     """The parts of a call's result that stay on this data host, collected while the result is pickled.
 
     Args:
-        others: Objects that trainers have themselves, such as the DataModule, by name.
+        others: Objects that trainers replace with their own, such as the DataModule, by name.
         by_id: Whether to number parts by ``id()``, which distinguishes parts across pickles, instead of counting them.
     """
 
@@ -121,7 +121,7 @@ class Parts:
         self._functions: set[int] = set()
 
     def leave_function(self, function: Any) -> None:
-        """Keep a loader's function here, unless it belongs to torch."""
+        """Keep a loader's function on this host, unless it belongs to torch."""
         if function is not None and not getattr(function, "__module__", "").startswith("torch."):
             self._functions.add(id(function))
 
@@ -148,7 +148,7 @@ class ResultUnpickler(pickle.Unpickler):
     Args:
         data: The pickle, as returned by ``PickledObject.joined``.
         call: Name of the call.
-        others: Objects that trainers have themselves, by name.
+        others: The trainer's own objects to use in the result, by name.
     """
 
     def __init__(self, data: bytes, call: str, others: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ _RANKS = ("global_rank", "local_rank", "node_rank", "is_global_zero")
 class TrainerView:
     """A stand-in for the ``Trainer`` that a dataset or a DataModule on a data host refers to.
 
-    It does not store the rank, which is the one that this process currently works for (see ``RankWorld``). Views are
+    It does not store a rank, but shows the one for which this process currently works (see ``RankWorld``). Views are
     therefore equal on all ranks.
 
     Args:
@@ -38,7 +38,7 @@ class TrainerView:
         return cls({name: getattr(trainer, name) for name in _VALUES})
 
     def update(self, other: TrainerView) -> None:
-        """Show the values of another view."""
+        """Replace the values with those of another view."""
         self._values = other._values
 
     @contextmanager

@@ -38,7 +38,7 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
     Args:
         requests: Connection to the server process.
         ring: The slots for finished batches.
-        load: Returns the builder of the batches.
+        load: Returns the batch builder.
         notes: The worker's notes for its parent.
     """
     kill_with_parent()
@@ -53,12 +53,12 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
     try:
         builder = load()
         builder.enter(notes)
-    except Exception as error:  # noqa: BLE001  # every request is answered with the error of the user's code
+    except Exception as error:  # noqa: BLE001  # every request is answered with this error from the user's code
         builder = Failure.of(error, notes.place())
     notes.clear()
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
         requests.send(Ready())
-        notes.note_start()  # only now: a worker that loses its connection first is replaced after a pause
+        notes.note_start()  # not earlier: a worker that never got this far is replaced after a pause
         while (request := requests.receive()) is not None:
             if not isinstance(request, Build):
                 raise TypeError(f"the server process sent {request}")
@@ -84,7 +84,7 @@ def _build_range(request: Build, ring: Ring, builder: Builder, notes: WorkerNote
             return built
     except (BatchTypeError, BatchTooLargeError) as error:
         return Failure(type(error).__name__, str(error))
-    except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
+    except Exception as error:  # noqa: BLE001  # errors in the user's code are sent to the trainer
         return Failure.of(error, notes.place())
     used = max((batch.start + batch.num_bytes for batch in built), default=0)
     return BuiltRange(used, time.perf_counter() - started, built)

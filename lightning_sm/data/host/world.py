@@ -21,7 +21,7 @@ _VARIABLES = {
 
 
 def show_world_of_one() -> None:
-    """Make ``torch.distributed`` and torchrun's variables show a world of one process, here and in forks.
+    """Make ``torch.distributed`` and torchrun's variables show a world of one process, here and in its forks.
 
     A process group that the user's script has created is kept.
     """
@@ -34,7 +34,7 @@ def show_world_of_one() -> None:
 
 
 def _init_group(rank: int = 0, world_size: int = 1) -> bool:
-    """Create a process group without threads, and return whether this version of torch has one.
+    """Create a process group without threads, and return whether this version of torch supports that.
 
     Gloo's groups start three threads, which is unsafe because this process forks. Torch's "fake" group for tests starts
     none, and in a world of one its collectives do what Gloo's do (checked with torch 2.14). The module is private: if a
@@ -50,7 +50,7 @@ def _init_group(rank: int = 0, world_size: int = 1) -> bool:
 
 
 class RankWorld:
-    """The rank and world size that a process of a data host shows to user code.
+    """The rank and world size that a data host's process shows to user code.
 
     Collectives use torch's "fake" group, which exchanges nothing.
     """

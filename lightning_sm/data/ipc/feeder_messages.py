@@ -40,7 +40,7 @@ class ShareSnapshot(Message, frozen=True):
 
 
 class ShareRing(Message, frozen=True):
-    """Memory for the batches of a loader: ring ``number``, with its descriptor in ``fds``."""
+    """Memory for a loader's batches: ring ``number``, with its descriptor in ``fds``."""
 
     number: int
     num_slots: int
@@ -49,7 +49,7 @@ class ShareRing(Message, frozen=True):
 
 
 class OpenSource(Message, frozen=True):
-    """A source for data hosts to open, after its ``ShareSnapshot``; answered by ``SourceOpened``."""
+    """A source for data hosts to open, sent after its ``ShareSnapshot`` and answered by ``SourceOpened``."""
 
     opening: Opening
 
@@ -63,7 +63,7 @@ class CloseSource(Message, frozen=True):
 class StartIterator(Message, frozen=True):
     """An iterator over a loader, or over one worker of a stream.
 
-    It is answered by ``DeliveredRange``, ``EndOfPass`` and ``Failed``.
+    The answers are ``DeliveredRange``, ``EndOfPass`` and ``Failed`` messages.
 
     Attributes:
         pass_id: Unique number of the iterator.
@@ -71,13 +71,13 @@ class StartIterator(Message, frozen=True):
         opening: Name of the source's opening.
         source: Digest of the source.
         is_stream: Whether the iterator is over a worker of a stream.
-        first: Number of the first batch. An earlier run has read all batches before this one.
+        first: Number of the first batch. All batches before it were read in an earlier run.
         rank: This rank.
         world_size: Number of ranks.
-        seed: Base of the iterator's random states.
+        seed: Base of the random states of the pass; for a stream, the number of the pass.
         ring: Number of the ring for the batches.
         window_batches: Limit on requests in flight or buffered.
-        is_window_fixed: Whether ``window_batches`` also limits batches, of which a request may ask for several.
+        is_window_fixed: Whether ``window_batches`` also limits the batches; a request may ask for several.
         window_bytes: Limit on bytes in flight or buffered.
     """
 
@@ -150,8 +150,8 @@ class DeliveredRange(Message, frozen=True):
         slot: Slot of the ring.
         first_step: Step of the first batch.
         num_steps: Number of batches.
-        num_bytes: Size of all batches together.
-        figures: Figures for a batch, averaged over the range.
+        num_bytes: Total size of the batches.
+        figures: Figures per batch, averaged over the range.
         batches: Where the batches are, and how to rebuild them.
         wanted_until: The first batch for which the feeder does not want indices yet.
     """
@@ -190,7 +190,7 @@ class Failed(Message, frozen=True):
 
 
 class HostSnapshot(HostFigures, frozen=True):
-    """The totals of a data host since the start, and its current state.
+    """A data host's totals since the start, and its current state.
 
     Attributes:
         in_flight: Number of requests from this rank that the host has not answered.

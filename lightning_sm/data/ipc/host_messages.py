@@ -40,10 +40,10 @@ class StartFailed(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """The reason why a data host stops serving.
+    """The reason that a data host stops serving.
 
     Attributes:
-        reason: A clause for the log, or the whole text of the error.
+        reason: A clause for the log or, if ``is_error``, the whole text of the error.
         is_error: Whether the host has failed.
     """
 
@@ -69,7 +69,7 @@ class StartWorkers(Message, frozen=True):
 
 
 class StartedWorkers(Message, frozen=True):
-    """The workers of an opening were started, its hook call has returned a result, or the opening has failed."""
+    """An opening's workers have been started, its hook call has returned a result, or it has failed."""
 
     name: str
     outcome: Failure | CallResult | None = None
@@ -82,7 +82,7 @@ class KeepOpenings(Message, frozen=True):
 
 
 class NewWorker(Message, frozen=True):
-    """A worker was started.
+    """A worker has been started.
 
     Attributes:
         worker: Id of the worker.
@@ -102,7 +102,7 @@ class NewWorker(Message, frozen=True):
 
 
 class WorkerLost(Message, frozen=True):
-    """A worker has exited, as ``why`` describes."""
+    """A worker has exited; ``why`` describes how."""
 
     worker: int
     why: str

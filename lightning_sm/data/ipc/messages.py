@@ -26,7 +26,7 @@ _MAX_FDS = 8
 
 
 class Message(Struct, frozen=True, tag=True):
-    """Base class for messages, whose encoding (MessagePack) includes the name of their kind.
+    """Base class for messages, which are encoded in MessagePack with the name of their kind.
 
     Descriptors in a field ``fds`` stay open in the sender, and the receiver owns its copies. A receiver that runs out
     of descriptors gets none of those in the message, and logs an error.
@@ -81,7 +81,7 @@ class MessageSocket:
         """Wait for the next message.
 
         Args:
-            timeout_s: Seconds to wait; if None, wait until the other end is closed.
+            timeout_s: Seconds to wait; None for no limit.
 
         Raises:
             NothingReceivedError: No message arrived in time.
@@ -111,7 +111,7 @@ class MessageSocket:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the other end is closed, and everything that it sent was received."""
+        """Whether the other end is closed, and everything that it sent has been received."""
         return self._is_at_end and len(self._received) < _HEAD.size
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class MessageSocket:
         if len(self._received) < end:
             return None
         with memoryview(self._received) as view:
-            # Pass the kinds each time, as modules that define more kinds may have been imported since.
+            # Pass the kinds each time: modules that define more kinds may have been imported since.
             message: Message = decoder(msgspec.msgpack.Decoder, *Message._kinds.values()).decode(view[_HEAD.size : end])
         if num_fds:
             force_setattr(message, "fds", tuple(self._fds.popleft()))  # replaces the sender's numbers
@@ -169,6 +169,6 @@ RELEASE = struct.Struct("<IIQ")
 class Released(IntEnum):
     """The kinds of records in the release pipe."""
 
-    SLOT = 1  # number: the ring; value: the slot, which no tensor aliases now
-    STEP = 2  # number: the pass; value: the step below which all steps were taken
+    SLOT = 1  # number: the ring; value: the slot, which no tensor aliases any more
+    STEP = 2  # number: the pass; value: the step before which all steps were taken
     PASS = 3  # number: the pass, which has ended

@@ -1,4 +1,4 @@
-"""Helpers that start, fork and exit the Python processes of the data service."""
+"""Helpers for starting, forking and exiting the data service's Python processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start_module(module: str, *fds: int) -> tuple[subprocess.Popen[bytes], Messa
             "Your script starts training or a data host while a spawned worker imports it. Put that code under "
             '`if __name__ == "__main__":`, as multiprocessing_context="spawn" always requires.'
         )
-    # Only Linux has anonymous memory files and handles of processes (memfd, pidfd).
+    # Only Linux has anonymous memory files and process handles (memfd, pidfd).
     require_linux("The data service", "Pass the DataModule directly to the Trainer, or run in a Linux container.")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     # The new interpreter must find the same modules as this one.
@@ -90,7 +90,7 @@ def describe_exit(status: int) -> str:
     """Return how a process exited, as a predicate such as "was killed by SIGSEGV".
 
     Args:
-        status: Exit code, or minus the number of the signal.
+        status: Exit code, or the negated signal number.
     """
     if status >= 0:
         return f"exited with code {status}"
@@ -99,7 +99,7 @@ def describe_exit(status: int) -> str:
 
 
 def fork(target: Callable[[], None]) -> int:
-    """Run a function in a fork, and return the process id. The fork exits with code 1 if the function raises."""
+    """Run a function in a forked child, and return its process id. If the function raises, the exit code is 1."""
     _flush()
     pid = os.fork()
     if pid:
@@ -116,7 +116,7 @@ def fork(target: Callable[[], None]) -> int:
 
 
 def exit_when_a_thread_fails() -> None:
-    """Exit when any thread raises: the parent notices that a process has exited, but not that a thread has."""
+    """Exit when any thread raises: the parent notices when a process exits, but not when a thread does."""
 
     def exit_process(failed: Any) -> None:
         if failed.exc_type is not SystemExit:
@@ -128,9 +128,9 @@ def exit_when_a_thread_fails() -> None:
 
 
 def run_and_exit(main: Callable[[], None]) -> NoReturn:
-    """Run the main function of a process, and exit without waiting for threads or the interpreter's cleanup.
+    """Run a process's main function, and exit without waiting for threads or the interpreter's cleanup.
 
-    gRPC calls whose other side is gone may still have threads, and freeing everything that torch allocated takes a
+    gRPC calls whose peer has disconnected may still have threads, and freeing everything that torch allocated takes a
     second.
     """
     code = 1

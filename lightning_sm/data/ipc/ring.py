@@ -1,8 +1,8 @@
-"""Slots of anonymous shared memory that two processes of one host hand to each other.
+"""Slots of anonymous shared memory that two processes on one host pass to each other.
 
 The memory is a ``memfd``. It has no name, so nothing is left behind if a process is killed, and it is not limited to
 the 64 MB that many containers have in ``/dev/shm``. It is sparse: a slot may be as large as the largest allowed batch,
-but only the part that was ever written uses memory.
+but only the parts that have been written use memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class Ring:
-    """Equal slots in one shared mapping. Processes exchange messages to agree on who may write to which slot.
+    """Slots of equal size in one shared mapping. Processes exchange messages to agree on who may write to which slot.
 
     Args:
         fd: Descriptor of the memory, from ``Ring.create`` or another process. The ring takes ownership of it.
@@ -58,7 +58,7 @@ class Ring:
         return np.frombuffer(self._map, np.uint8, self.slot_bytes, index * self.slot_bytes)
 
     def close(self) -> None:
-        """Close the descriptor before the ring is deleted. The mapping lives as long as the arrays over it."""
+        """Close the descriptor before the ring is deleted. The mapping exists as long as any array over it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

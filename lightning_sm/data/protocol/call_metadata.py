@@ -1,8 +1,8 @@
 """Metadata of every call from a trainer to a data host: method, caller, and mutual proofs of the token.
 
 The token never crosses the network. With each call, a trainer sends a random number and a proof of the token. The data
-host begins its answer with its own random number and a proof over both numbers, before which the trainer reads nothing.
-Calls that carry pickles need a third proof: their first request also proves the token over both numbers, so that a
+host begins its answer with its own random number and a proof over both numbers; the trainer checks it before it reads
+on. Calls that carry pickles need a third proof: their first request also proves the token over both numbers, so that a
 recorded call cannot be replayed. No gRPC library.
 """
 
@@ -28,7 +28,7 @@ PROOF_KEY = "lightning-sm-proof"
 
 
 def method(name: str) -> str:
-    """Return the full name of a method, such as "Heartbeat"."""
+    """Return the full name of a method, given its short name, such as "Heartbeat"."""
     return f"/{SERVICE}/{name}"
 
 
@@ -38,8 +38,8 @@ def proof(credentials: Credentials, label: Literal["trainer", "data host", "conf
     Args:
         credentials: The token.
         label: Who proves the token, so that neither side can send back the other's proof.
-        parts: For a trainer, the full name of the method and the trainer's random number; otherwise, the random numbers
-            of the trainer and of the data host.
+        parts: For label "trainer", the full name of the method and the trainer's random number; otherwise, the random
+            numbers of the trainer and the data host.
     """
     text = "\0".join((label, *parts))
     return hmac.new(credentials.token.encode(), text.encode(), hashlib.sha256).hexdigest()
@@ -55,12 +55,12 @@ def metadata(credentials: Credentials, name: str, nonce: str) -> list[tuple[str,
 
 
 def refused_token(credentials: Credentials) -> str:
-    """Return advice about a token that a data host refused; the data host itself tells strangers nothing."""
+    """Return advice about a token that a data host refused; the host itself tells an untrusted client nothing."""
     return f"the data host refused the token of {_this_trainer(credentials)}"
 
 
 def unproved(credentials: Credentials) -> str:
-    """Return advice about a server that does not prove that it knows the token."""
+    """Return advice about a server that has not proved that it knows the token."""
     return (
         f"the server at this address is not a data host of this job: it did not prove that it has the token of "
         f"{_this_trainer(credentials)}. If the tokens are the same, another process uses the port: set "

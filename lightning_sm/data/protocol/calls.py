@@ -1,4 +1,4 @@
-"""The short calls between trainers and data hosts, with messages that are checked before use. Pure logic."""
+"""The messages of short calls between trainers and data hosts, which are checked before use. Pure logic."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Request = TypeVar("_Request", bound=Request)
 
 
 class LoadRequest(Request, frozen=True):
-    """The head of a source's snapshot, which a rank sends before the bytes of the snapshot.
+    """The header that a rank sends before the bytes of a source's snapshot.
 
     Attributes:
         digest: Digest of the snapshot.
@@ -83,7 +83,7 @@ class HostReport(Struct, frozen=True):
         name: Name of the data host.
         workers: Number of its workers.
         busy: Number of workers that are building batches.
-        queued: Number of requests that wait for a worker.
+        queued: Number of requests that are waiting for a worker.
         busy_s: Seconds that workers worked while trainers had more to request, summed over all workers.
         capacity_s: Seconds that the workers could have worked in this time.
         built: Number of requests that the workers have completed.

@@ -1,4 +1,4 @@
-"""Exceptions from the user's code on a data host, as trainers raise them: with message, place and traceback."""
+"""Failures on a data host, such as exceptions in the user's code, and the text with which trainers raise them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USER_ERRORS = ("RemoteTransformError", "RemoteImportError")
 
 
 class Failure(Struct, frozen=True, tag=True):
-    """The reason why there are no batches, or no loaders.
+    """The reason why a data host returned no batches or loaders.
 
     Attributes:
         error: Name of the error: a class in ``lightning_sm.errors``, one of ``LOST_WORKERS``, "StreamMoved", "NotOpen".
@@ -35,7 +35,7 @@ class Failure(Struct, frozen=True, tag=True):
         if isinstance(error, DataSettingsError):
             return cls("DataSettingsError", str(error), where)
         only = traceback.format_exception_only(error)
-        # A SyntaxError begins with its file and line, indented. Skip these lines, which the traceback has, too.
+        # For a SyntaxError, the file and line come first, indented. Skip these lines: the traceback has them, too.
         what = next(line for line in only if not line.startswith(" "))
         name = "RemoteImportError" if isinstance(error, (ImportError, SyntaxError)) else "RemoteTransformError"
         return cls(name, what.rstrip(), where, "".join(traceback.format_exception(error)))

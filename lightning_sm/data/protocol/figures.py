@@ -1,7 +1,7 @@
 """Measurements of trainer ranks and data hosts.
 
-Data hosts pass the other ranks' measurements to rank 0, in their answers to its heartbeats. A collective call would
-have to fall at the same point between the user's collective calls on every rank, and could hang.
+Data hosts pass the other ranks' measurements to rank 0, in their answers to its heartbeats. A collective call could
+hang, because every rank would have to make it at the same point between the user's own collective calls.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _HOST_SUMS = (
 
 
 class BatchFigures(Struct, frozen=True):
-    """The time and memory of one batch.
+    """The size and timing of one batch.
 
     Attributes:
         num_bytes: Size of the batch.
         queue_s: Seconds that the request waited for a worker.
         produce_s: Seconds that the worker took to build the batch.
-        transfer_s: Seconds from request to delivery, without ``queue_s`` and ``produce_s``.
+        transfer_s: Seconds from request to delivery, excluding ``queue_s`` and ``produce_s``.
         num_ready: Number of batches buffered behind this one.
     """
 
@@ -57,11 +57,11 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
         num_bytes: Total size of the batches.
         wait_s: Seconds that the timed steps waited for their batches.
         transfer_wait_s: The part of ``wait_s`` in which batches were in transit from a data host.
-        busy_s: Seconds that the timed steps took, without ``wait_s``.
+        busy_s: Seconds that the timed steps took, excluding ``wait_s``.
         sync_s: The part of ``busy_s`` in the backward pass and the optimizer, where ranks wait for each other.
         queue_s: Total seconds that requests waited for a worker.
         produce_s: Total seconds that workers spent on the batches.
-        transfer_s: Total seconds from request to batch, without ``queue_s`` and ``produce_s``.
+        transfer_s: Total seconds from request to batch, excluding ``queue_s`` and ``produce_s``.
     """
 
     num_batches: Natural = 0
@@ -91,7 +91,7 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
         self.num_steps += is_step
 
     def plus(self, other: RankFigures) -> RankFigures:
-        """Return the sums of these and other figures."""
+        """Return the sum of these figures and others."""
         return RankFigures(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     def since(self, before: RankFigures | None) -> RankFigures:
@@ -121,12 +121,12 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
         return self.busy_s - self.sync_s
 
     def rounded(self) -> RankFigures:
-        """Return the figures rounded, as they are sent."""
+        """Return the figures, rounded for sending."""
         return RankFigures(**{name: round(value, _DIGITS) for name, value in asdict(self).items()})
 
 
 class HostFigures(Struct, frozen=True):
-    """The work of a data host, summed since its process started, or between two moments.
+    """A data host's work, summed since its process started or between two moments.
 
     Attributes:
         name: Name of the data host, with its address.
@@ -140,8 +140,8 @@ class HostFigures(Struct, frozen=True):
         num_received: Number of batches that this rank received from the host.
         transfer_s: Seconds that the received batches were in transit.
         num_retries: Number of this rank's requests that were sent again, to this host or to another.
-        num_lost: How often this rank lost the connection.
-        num_hedges: Number of this rank's requests to the host that were late and were also sent to another.
+        num_lost: Number of times this rank lost the connection.
+        num_hedges: Number of this rank's late requests to the host that were also sent to another.
     """
 
     name: str
@@ -168,5 +168,5 @@ class HostFigures(Struct, frozen=True):
         return HostFigures(**values)
 
     def plus(self, later: HostFigures) -> HostFigures:
-        """Return the sums of both, with all other fields from the later figures."""
+        """Return the sum of these and later figures; other fields have the later values."""
         return replace(later, **{name: getattr(self, name) + getattr(later, name) for name in chain(*_HOST_SUMS)})

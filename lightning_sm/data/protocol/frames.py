@@ -15,13 +15,13 @@ from lightning_sm.data.protocol.message_codec import Natural, Real, decode
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import WireError
 
-# A header describes each large tensor or array in its batches.
+# Headers may be long, because they describe each large tensor or array in their batches.
 MAX_HEADER_BYTES = 64 << 20
 
 _FRAME = struct.Struct("<IBxxxQII")
 FRAME_BYTES = _FRAME.size
 
-# Unwanted bytes are read in parts of this size and dropped.
+# Unwanted bytes are read in chunks of this size and discarded.
 _SCRATCH_BYTES = 256 << 10
 
 # Enough for a traceback of a million characters, each of which JSON may write as \\u1234.
@@ -48,7 +48,7 @@ def frames(message: bytes) -> Iterator[tuple[int, int, int, memoryview]]:
     """Split a message into its frames.
 
     Yields:
-        Request id, kind, value, payload.
+        The request id, kind, value and payload of each frame.
 
     Raises:
         WireError: The message ends inside a frame.
@@ -74,16 +74,16 @@ class Destination(Protocol):
         """Where the payload goes; None if it is no longer wanted."""
 
     def end(self, is_complete: bool, /) -> None:
-        """Note whether the payload arrived in full; called once, after which nothing writes to the memory."""
+        """Note whether the payload arrived in full; called once, after the last write to the memory."""
 
 
 class FrameReader:
-    """A parser for frames whose bytes arrive in parts, which chooses the memory for each part.
+    """A parser for frames that arrive in parts, which chooses the memory to receive each part into.
 
     Args:
         take: Called with the request id, kind, value and payload of each frame that is not DATA.
         place: Called with the request id, kind, value and size of each DATA frame; returns where the payload goes, or
-            None to drop it.
+            None to discard it.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class FrameReader:
         self._payload = memoryview(b"")
         self._destination: Destination | None = None
         self._rest = memoryview(self._head)  # where the next bytes go
-        self._num_skipped = 0  # remaining bytes of the payload to drop
+        self._num_skipped = 0  # remaining bytes of the payload to discard
 
     def begin(self, num_bytes: int) -> None:
         """Prepare for a message.
@@ -139,14 +139,14 @@ class FrameReader:
             self._end_payload()
 
     def close(self) -> None:
-        """Give back the memory of an incomplete payload."""
+        """Release the memory of an incomplete payload."""
         if self._destination is not None:
             destination, self._destination = self._destination, None
             destination.end(False)
 
     def _expect_head(self) -> None:
         if 0 < self._num_left < FRAME_BYTES:
-            raise WireError(f"A message ends {self._num_left} bytes after the start of the head of a frame.")
+            raise WireError(f"A message ends {self._num_left} bytes into the head of a frame.")
         self._is_head = True
         self._rest = memoryview(self._head)
 
@@ -229,7 +229,7 @@ class StepRangeHeader(msgspec.Struct, frozen=True, array_like=True):
             raise WireError(f"The header of batches is malformed: {error}.") from error
         stop = max(batch.start + batch.num_bytes for batch in header.batches)
         if stop > header.num_bytes:
-            raise WireError(f"A batch of {header.num_bytes} bytes ends at byte {stop}.")
+            raise WireError(f"A batch ends at byte {stop}, but its range has only {header.num_bytes} bytes.")
         return header
 
 

@@ -1,4 +1,4 @@
-"""A gRPC call, which encodes requests and finds messages in the bytes that arrive, without doing I/O.
+"""A gRPC call, which encodes requests and finds messages in the bytes that arrive, but does no I/O.
 
 It follows ``doc/PROTOCOL-HTTP2.md`` of github.com/grpc/grpc ("gRPC over HTTP/2").
 """
@@ -34,7 +34,7 @@ class MessageReceiver(Protocol):
         """Prepare for a message of ``num_bytes``, which may be 0."""
 
     def memory(self) -> memoryview:
-        """Return the memory for at least the next byte of the message; it may be filled only in part."""
+        """Return memory for at least the next byte of the message; it may be filled only in part."""
 
     def advance(self, num_bytes: int) -> None:
         """Note that ``num_bytes`` were written to the start of ``memory``."""
@@ -52,14 +52,14 @@ class Call:
         requests: All requests; None if ``send`` adds them one by one.
         confirm: Checks the headers of the answer and returns the request that confirms the call; raises CallError if
             the server has not proved that it knows the token.
-        waits: Whether to send the confirming request first, and nothing else before the server has proved it.
+        waits: Whether to send nothing until the server has proved the token, and then the confirming request first.
 
     Attributes:
         transport: The connection; None until the call is started.
         stream_id: Number of the stream; 0 until it is open.
         has_sent_all: Whether all requests have been sent.
-        has_received: Whether a part of the answer has arrived.
-        trailers: The last headers that have arrived.
+        has_received: Whether any part of the answer has arrived.
+        trailers: The latest headers that have arrived.
         num_unreturned: Received bytes that have not been returned to the stream's window.
     """
 
@@ -105,7 +105,7 @@ class Call:
         """Add a request to the queue of outgoing data."""
         self._outgoing.append(_framed(message))
 
-    # In the thread of the connection
+    # In the connection's thread
 
     def begin(self, headers: Mapping[bytes, bytes]) -> CallError | None:
         """Check the initial headers of the answer; return an error if they do not prove knowledge of the token."""
@@ -158,7 +158,7 @@ class Call:
                 return
             is_compressed, self._num_left = _PREFIX.unpack(self._prefix)
             if is_compressed:  # "Compressed-Flag" needs a grpc-encoding, and this client offers none
-                raise WireError("a compressed message arrived, which was not agreed upon")
+                raise WireError("a compressed message arrived, but compression was not negotiated")
             if self._num_left > MAX_MESSAGE_BYTES:
                 raise WireError(f"a message of {self._num_left} bytes arrived; {MAX_MESSAGE_BYTES} are allowed")
             self.receiver.begin(self._num_left)

@@ -111,7 +111,7 @@ class GrpcChannel:
         return self.stream_unary(name, [request], timeout_s)
 
     def stream_unary(self, name: str, requests: Iterable[bytes], timeout_s: float) -> bytes:
-        """Make a call with any number of requests and one answer; the errors are those of ``unary``."""
+        """Make a call with any number of requests and one answer; it raises the same errors as ``unary``."""
         answer = _AnswerBuffer()
         call = self.open(name, answer, requests, timeout_s)
         if not answer.ended.wait(timeout_s):

@@ -2,7 +2,7 @@
 
 gRPC carries raw bytes, because protobuf is three times slower. Batches travel as frames on one bidirectional stream per
 trainer rank and data host. The trainer sends requests ahead, and the data host answers in the order in which batches
-are finished, in pieces of 2 MiB, which were the fastest in measurements and keep messages small.
+are finished, in pieces of 2 MiB, which were fastest in measurements and keep messages small.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 # A request for a batch takes 8 bytes per sample, and one message may have the requests for a whole window.
 MAX_REQUESTS_BYTES = 64 << 20
 
-# Each rank holds one thread for its stream, and one more during a short call. Threads are created on demand. Calls
+# Each rank occupies one thread with its stream, and another during a short call. Threads are created on demand. Calls
 # beyond this limit could wait forever for a thread, so they are refused, and the trainer retries.
 _MAX_THREADS = 2048
 
@@ -53,7 +53,7 @@ _MAX_LOGGED = 20
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type information
     """An interceptor that refuses calls without a proof of the token, or from another version, without reading them.
 
-    A caller without the token learns nothing else, because the default token is derived from the job's name. Other
+    A caller without the token is told nothing else, because the default token is derived from the job's name. Other
     callers first receive the server's proof.
 
     Args:
@@ -99,8 +99,8 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type i
         if code is grpc.StatusCode.UNAUTHENTICATED and address not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(address)
             logger.warning(
-                "Refused a call from %s, which did not prove that it has the token of %s, of job %r, from %s. If it is "
-                "a trainer of this job, compare %s of both.",
+                "Refused a call from %s, which did not prove that it has the token of %s (job %r, token from %s). If "
+                "it is a trainer of this job, compare %s on both sides.",
                 address,
                 self._host,
                 self._credentials.job,
@@ -131,7 +131,7 @@ def server_options(max_connections: int = 1024, *, shares_port: bool = False) ->
     """Return the options of a data host's server.
 
     Args:
-        max_connections: Maximum number of open connections; gRPC closes further ones.
+        max_connections: Maximum number of open connections; gRPC closes any others.
         shares_port: Whether another socket of this process listens on the same port.
     """
     return [
@@ -140,13 +140,13 @@ def server_options(max_connections: int = 1024, *, shares_port: bool = False) ->
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_frame_size", 16777215),
         ("grpc.http2.bdp_probe", 0),
-        # Strangers share the threads with trainers, so limit how many each connection can occupy.
+        # Untrusted clients share the threads with trainers, so limit how many each connection can occupy.
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_connection_idle_ms", _IDLE_TIMEOUT_MS),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
         ("grpc.max_receive_message_length", MAX_REQUESTS_BYTES),
-        # Limit how much of a request is received before a handler reads it; a stranger's request is never read.
+        # Limit how much of a request is received before a handler reads it, which it never does without the token.
         ("grpc.http2.lookahead_bytes", 1 << 20),
         ("grpc.so_reuseport", int(shares_port)),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

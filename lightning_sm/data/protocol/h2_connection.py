@@ -1,6 +1,6 @@
 """A trainer's HTTP/2 connection to a data host, which receives messages straight into their receivers' memory.
 
-h2 handles all frames of HTTP/2 (RFC 9113, whose sections comments name) except DATA, which it would copy several times.
+h2 handles all HTTP/2 frames (RFC 9113; comments cite its sections) except DATA, which it would copy several times.
 ``recv_into`` reads the bodies of DATA frames instead. h2 sees only the first and last DATA frame of each stream,
 without their bodies, to check that the stream is open.
 
@@ -43,7 +43,7 @@ _WINDOW_STEP_BYTES = 64 << 20
 _MAX_OTHER_BYTES = 64 << 10
 # Stop reading while this much is unsent, so that a server that sends without reading cannot fill our memory.
 _MAX_OUTBOX_BYTES = 4 << 20
-# Send a PING (6.7) after this much silence; after the same time again, the connection is lost.
+# Send a PING (6.7) after this much silence; after as much again, the connection counts as lost.
 _SILENT_S = 10.0
 
 
@@ -113,7 +113,7 @@ class Http2Connection:
         self._submit(partial(self._cancel, call))
 
     def close(self) -> None:
-        """End all calls and the thread."""
+        """End all calls and stop the thread."""
         self._submit(self._close)
 
     def _submit(self, function: Callable[[], None]) -> None:
@@ -122,7 +122,7 @@ class Http2Connection:
         if threading.current_thread() is not self._thread:
             self._wire.wake()
 
-    # In the thread
+    # In the connection's thread
 
     def _close(self) -> None:
         raise _ClosedError
@@ -211,7 +211,7 @@ class Http2Connection:
                 if not received:
                     self._wait(num_left)
             num_left -= received
-        while num_left:  # drop the rest: the call has ended
+        while num_left:  # discard the rest: the call has ended
             scratch = bytearray(min(num_left, _MAX_OTHER_BYTES))
             self._wire.fill(scratch, self._wait)
             num_left -= len(scratch)
@@ -309,10 +309,10 @@ class Http2Connection:
                 case events.StreamEnded() if call is not None:
                     self._end(call, call.outcome(), is_open=not call.has_sent_all)
                 case events.StreamReset(error_code=code) if call is not None:
-                    why = f"the stream was reset with code {code} of HTTP/2"
+                    why = f"the stream was reset with HTTP/2 error code {code}"
                     self._end(call, CallError(CallStatus.UNAVAILABLE, why), is_open=False)
                 case events.ConnectionTerminated(error_code=code):  # 6.8
-                    raise ConnectionError(f"the server closes the connection, with code {code} of HTTP/2")
+                    raise ConnectionError(f"the server closes the connection with HTTP/2 error code {code}")
 
     def _end(self, call: Call, error: Exception | None, *, is_open: bool = True) -> None:
         """End a call, and reset its stream if it is still open, so that the server frees its resources (5.4.2)."""

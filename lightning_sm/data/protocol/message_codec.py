@@ -1,4 +1,4 @@
-"""The codec of the data service's messages: typed structs, which are validated on decoding.
+"""The codec for the data service's messages: typed structs that are validated on decoding.
 
 Messages from other hosts arrive as JSON and cannot be trusted, so only values of the declared types are accepted. Both
 ends run the same version, so unknown fields and values are errors.
@@ -14,7 +14,7 @@ from msgspec import Meta
 from lightning_sm._structs import Struct, decoder
 from lightning_sm.errors import WireError
 
-# The result of a hook includes the contents of its samplers. A parsed list takes 20 times its size in JSON.
+# Hook results include the contents of samplers, so they may be large. A parsed list takes 20 times its JSON size.
 _MAX_BYTES = 32 << 20
 _MAX_CONTAINERS = 1 << 18
 _MAX_INT = 2**63 - 1

@@ -11,7 +11,7 @@ from lightning_sm.data.protocol.calls import Request
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.message_codec import AnyInt, Name, Natural, NumPlaces
 
-# Maximum number per rank, for its loaders and the workers of its streams.
+# Maximum number of openings per rank, for its loaders and the workers of its streams.
 _MAX_OPENINGS = 1 << 14
 
 
@@ -22,7 +22,7 @@ class StreamWorker(Struct, frozen=True):
         rank: Rank of the iterator.
         world_size: Number of ranks.
         number: Number of the worker in its loader.
-        num_workers: Number of workers of the loader.
+        num_workers: Number of the loader's workers.
         seed: The iterator's base seed; the worker's seed is this plus ``number``.
     """
 
@@ -86,9 +86,9 @@ class OpeningsReply(Struct, frozen=True):
     """The state of the requested openings.
 
     Attributes:
-        open: Names of the openings that have workers.
+        open: Names of the openings that have workers or, for hook calls, have completed.
         missing: Digests of the sources that the host needs first.
-        problems: The reasons why openings have no workers, by name of the opening.
+        problems: The reasons why openings failed, by name of the opening.
         results: One of the results that the rank lacks, by name of the call; a message has room for only one.
     """
 

@@ -1,4 +1,4 @@
-"""A probe that finds out, after a trainer's first connection failed, whether TLS is on or the trainer is refused.
+"""A probe that determines, after a trainer failed to connect, whether the host uses TLS or refuses the trainer.
 
 A host that requires TLS and a host that is shutting down both just close the connection. The probe connects once more,
 and reports only what it observes.
@@ -26,7 +26,7 @@ _SETTINGS_TYPE = 4
 def diagnose(address: str, credentials: Credentials) -> str:
     """Return why this trainer cannot connect to a data host, and what to do; "" if the reason is unknown.
 
-    A host that is shutting down may look as if it refused the trainer's certificate, so probe twice, seconds apart.
+    A host that is shutting down may seem to refuse the trainer's certificate, so call this twice, seconds apart.
 
     Args:
         address: ``host:port``.
@@ -57,9 +57,9 @@ def _diagnose_plain(first: bytes, own_address: str, credentials: Credentials) ->
     """Diagnose a data host that sends first: it has no TLS, or it refuses this machine."""
     if first.startswith(REFUSED):
         return (
-            f"it does not trust the address of this trainer, {own_address}, which is not one of the job's hosts. If it "
-            f"is right, add {own_address} to data_service.trust of the data hosts, or use mutual TLS. The log of the "
-            "data host names the address and the hosts that it trusts"
+            f"it does not trust the address of this trainer, {own_address}, which is not one of the job's hosts. If "
+            f"the address is correct, add {own_address} to data_service.trust of the data hosts, or use mutual TLS. "
+            "The log of the data host names the address and the hosts that it trusts"
         )
     if credentials.tls_certificate is not None and _begins_http2(first):
         ours = settings_text(credentials)
@@ -68,7 +68,7 @@ def _diagnose_plain(first: bytes, own_address: str, credentials: Credentials) ->
 
 
 def _first_bytes(address: str) -> tuple[bytes, str]:
-    """Return the host's first bytes and this machine's address; both are empty if the host waits, as it does for TLS.
+    """Return the host's first bytes and this machine's address; both are empty if the host waits, perhaps for TLS.
 
     Raises:
         OSError: The host cannot be reached, or closes the connection without sending anything.

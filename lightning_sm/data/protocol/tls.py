@@ -1,4 +1,4 @@
-"""The user's TLS files, checked before anything connects, and the TLS settings of a trainer."""
+"""The user's TLS files, which are checked before anything connects, and a trainer's TLS settings."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class TlsFiles:
     """Contents of the TLS files, in PEM.
 
     Attributes:
-        certificate: Certificate that data hosts present, as do trainers if there is an authority.
+        certificate: Certificate that data hosts present; with an authority, trainers present it, too.
         key: Private key of the certificate.
-        authority: Certificate that signed the other end's certificate. If None, trainers trust ``certificate`` itself,
+        authority: Certificate that signed the other side's certificate. If None, trainers trust ``certificate`` itself,
             and data hosts require no certificate from trainers.
     """
 
@@ -59,17 +59,17 @@ def read_tls(credentials: Credentials) -> TlsFiles | None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except OSError as error:
         raise DataSettingsError(
-            f"{key} (data_service.tls_key) is not the private key, in PEM and without a password, of {certificate} "
+            f"{key} (data_service.tls_key) is not an unencrypted PEM file with the private key of {certificate} "
             f"(data_service.tls_certificate): {error}."
         ) from error
     return files
 
 
 def client_context(credentials: Credentials) -> ssl.SSLContext | None:
-    """Return the TLS settings of a trainer, or None if TLS is off.
+    """Return a trainer's TLS settings, or None if TLS is off.
 
     Raises:
-        DataSettingsError: As for ``read_tls``.
+        DataSettingsError: For the same reasons as in ``read_tls``.
     """
     files = read_tls(credentials)
     if files is None or credentials.tls_certificate is None:

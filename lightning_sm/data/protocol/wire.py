@@ -13,8 +13,8 @@ from collections.abc import Callable
 # Reads shorter than this go through a read-ahead buffer of this size; longer ones go straight to their target.
 _READ_AHEAD_BYTES = 4 << 10
 # Sleep until this much, or all that is missing, has arrived: a wake-up costs as much as reading 30 KB. But with TLS,
-# wake up at the first byte: OpenSSL may already hold a part of the missing bytes, and the thread would wait for more
-# than the socket gets.
+# wake up at the first byte: OpenSSL may already hold some of the missing bytes, and the thread would wait for more than
+# the socket will receive.
 _WAKEUP_BYTES = 256 << 10
 _SEND_BYTES = 256 << 10
 _CONNECT_TIMEOUT_S = 10.0
@@ -66,7 +66,7 @@ class Wire:
         self._poll.register(self._wakeup, select.POLLIN)
 
     def wake(self) -> None:
-        """End the current ``wait``; may be called from any thread."""
+        """End the current or the next ``wait``; may be called from any thread."""
         with self._waking:
             if self._wakeup >= 0:
                 os.eventfd_write(self._wakeup, 1)
@@ -96,7 +96,7 @@ class Wire:
         return received
 
     def _read(self, target: memoryview) -> int:
-        """Read everything that has arrived, which TLS returns in records of 16 KiB."""
+        """Read what has arrived; with TLS, read several times, because each call returns one record of up to 16 KiB."""
         total = 0
         try:
             while total < len(target):

@@ -1,9 +1,9 @@
-"""The doorman on a data host's port, which receives connections from strangers in place of gRPC.
+"""The doorman, which receives untrusted connections to a data host's port, so that gRPC never sees them.
 
-gRPC for Python cannot refuse a connection, so any client could make gRPC's parser and threads grow. Two sockets listen
-on the port (``SO_REUSEPORT``): the doorman's and gRPC's. For each new connection, a kernel filter reads the source
-address, and passes the connection to gRPC only if the data host trusts the address. Data takes no detour. The doorman
-tells strangers that they are refused, logs their addresses, and closes their connections.
+gRPC for Python cannot refuse a connection, so any client could make gRPC use ever more memory and threads. Therefore,
+two sockets listen on the port (``SO_REUSEPORT``): the doorman's and gRPC's. For each new connection, a kernel filter
+reads the source address, and passes the connection to gRPC only if the data host trusts the address. Batches never pass
+through the doorman. It tells untrusted clients that they are refused, logs their addresses, and disconnects them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _SOURCE = {4: 12, 6: 8}  # offset of the source address, by IP version
 _WORD = 0xFFFFFFFF
 
 EVERYONE: list[Network] = [ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0")]
-# The kernel limits a filter's length, to 4096 instructions, and its memory.
+# The kernel's errors for a filter that exceeds its limits: 4096 instructions, and a limit on memory.
 _TOO_LONG = (errno.EINVAL, errno.ENOMEM)
 
 # The filter returns the index of a socket. Indices follow the order in which the port's sockets began to listen.
 _DOORMAN, _GRPC = 0, 1
 
-# Keep the queue short, so that the kernel drops the rest of a flood of strangers.
+# Keep the queue short, so that the kernel drops most of a flood of connections.
 _BACKLOG = 16
 _PACE_S = 0.01
 _MAX_LOGGED = 20
@@ -52,7 +52,7 @@ class FilterError(Exception):
 
 
 class Doorman:
-    """An additional listener on gRPC's port. gRPC must start listening there next, with ``SO_REUSEPORT``.
+    """An additional listener on gRPC's port. gRPC must start listening there afterwards, with ``SO_REUSEPORT``.
 
     Args:
         host: Numeric address or name to listen on.
@@ -60,7 +60,7 @@ class Doorman:
         peers: The trusted machines.
 
     Attributes:
-        address: The ``host:port`` on which gRPC must listen, too, with a numeric host.
+        address: The ``host:port`` on which gRPC must also listen; the host is numeric.
 
     Raises:
         OSError: The doorman cannot listen on the address.
@@ -84,7 +84,7 @@ class Doorman:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening. Stop gRPC first: otherwise, gRPC would receive connections from strangers."""
+        """Stop listening. Stop gRPC first: otherwise, it would receive connections from untrusted clients."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -102,7 +102,7 @@ class Doorman:
                 self._peers.refresh()
                 continue
             except OSError as error:
-                # No descriptors are left, or the caller is gone. The socket may stay readable: pausing avoids spinning.
+                # No descriptors are left, or the client is gone. The socket may stay readable: pausing avoids spinning.
                 logger.debug("The doorman cannot accept a connection: %s", error)
             else:
                 with connection:
@@ -110,7 +110,7 @@ class Doorman:
             self._closed.wait(_PACE_S)
 
     def _turn_away(self, connection: socket.socket, caller: str) -> None:
-        """Refuse a caller, unless a new lookup finds the address; then, the caller's next connection goes to gRPC."""
+        """Refuse a caller unless a new lookup finds its address, in which case its next connection goes to gRPC."""
         address = caller.removeprefix("::ffff:")
         if self._peers.admits(address):
             return
@@ -134,7 +134,7 @@ class Doorman:
                 raise FilterError(error.strerror) from error
             logger.warning(
                 "This data host trusts %d addresses, more than the kernel's filter holds, so it accepts connections "
-                "from any address. Only the job's token keeps strangers out. For mutual TLS, set "
+                "from any address. Only the job's token keeps others out. For mutual TLS, set "
                 "data_service.tls_authority.",
                 len(networks),
             )
@@ -163,7 +163,7 @@ def program(networks: Sequence[Network]) -> list[tuple[int, int, int, int]]:
 
 
 def _test(network: Network) -> list[tuple[int, int, int, int]]:
-    """Return instructions that choose gRPC's socket if the source address is in a network."""
+    """Return the instructions that choose gRPC's socket if the source address is in ``network``."""
     num_words = network.max_prefixlen // 32
     code: list[tuple[int, int, int, int]] = [(_RETURN, 0, 0, _GRPC)]
     for word in reversed(range(num_words)):
@@ -177,17 +177,17 @@ def _test(network: Network) -> list[tuple[int, int, int, int]]:
 
 
 def _attach(sock: socket.socket, code: Sequence[tuple[int, int, int, int]]) -> None:
-    """Replace the filter of a port."""
+    """Replace a port's filter."""
     memory = ctypes.create_string_buffer(b"".join(_INSTRUCTION.pack(*each) for each in code))
     pointer = struct.pack("HL", min(len(code), 0xFFFF), ctypes.addressof(memory))
     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, pointer)
 
 
 def _like_grpc(host: str, port: int) -> socket.socket:
-    """Return a bound socket of the kind that gRPC makes: a dual-stack socket where the system has IPv6.
+    """Return a bound socket of the kind that gRPC makes: a dual-stack socket if the system has IPv6.
 
-    Only sockets of the same kind can share a port. ``SO_REUSEPORT`` is set only after binding, so that a port in use
-    is an error.
+    Only sockets of the same kind can share a port. ``SO_REUSEPORT`` is set only after binding, so that binding to a
+    port in use fails.
     """
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, *_, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)

@@ -15,12 +15,12 @@ class Leases:
     """The trainers that need this data host.
 
     Args:
-        lease_s: Seconds without a heartbeat after which a trainer is considered lost. If None, this host never exits
-            by itself.
+        lease_s: Seconds without a heartbeat after which a trainer is considered lost. If None, this host does not
+            exit when trainers finish or are lost.
         startup_timeout_s: Seconds within which the first trainer must connect; None for no limit.
         now: The current time.
         may_restart: Whether to wait ``startup_timeout_s`` for trainers to restart after all have finished, however they
-            exited: a rank whose script calls ``sys.exit(1)`` still reports a regular end.
+            exited: even a rank whose script calls ``sys.exit(1)`` reports that it has finished.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Leases:
             now: The current time.
 
         Raises:
-            DataHostMismatchError: The trainer is new, and the connected ranks have another world size or are already
-                complete.
+            DataHostMismatchError: The trainer is new, but the connected ranks have a different world size, or all of
+                their run's ranks are already connected.
         """
         running = self.running(now)
         if client not in running:
@@ -59,7 +59,7 @@ class Leases:
         """End a lease.
 
         Args:
-            client: Name of the trainer rank, for which ``has`` is true.
+            client: Name of a trainer rank for which ``has`` is true.
             now: The current time.
         """
         self._finished.add(client)
@@ -70,11 +70,11 @@ class Leases:
         return client in self._last_seen
 
     def expect_no_more(self) -> None:
-        """Note that the job is ending: this host serves the connected trainers, but waits for no others."""
+        """Note that the job is ending: this host keeps serving the connected trainers, but waits for no others."""
         self._job_is_ending = True
 
     def outcome(self, now: float) -> Finished | None:
-        """Return why the host may exit, or None while it is needed.
+        """Return why the host may exit, or None while it is still needed.
 
         Args:
             now: The current time.
@@ -115,11 +115,11 @@ class Leases:
 
 
 def _check_newcomer(client: str, world_size: int, others: dict[str, int]) -> None:
-    """Check that a trainer can belong to the same run as ``others``, the connected trainers and their world sizes."""
+    """Check that a trainer can belong to the same run as ``others``, the world size of each connected trainer."""
     if not others or (world_size in others.values() and len(others) < world_size):
         return
     connected = listed([f"{other} (world size {size})" for other, size in sorted(others.items())], _MAX_NAMES)
     raise DataHostMismatchError(
         f"{client} (world size {world_size}) is one too many; already connected: {connected}. A data host serves one "
-        "run at a time: wait until the others have exited, or start data hosts with another secret for each run."
+        "run at a time: wait until the others have exited, or start data hosts with a different secret for each run."
     )

@@ -23,7 +23,7 @@ class Listener:
     """A gRPC server that accepts connections only from trusted machines.
 
     Args:
-        handlers: The handlers by method name.
+        handlers: RPC handlers by method name.
         settings: Address, credentials and trusted machines.
         peers: The trusted machines.
 
@@ -35,7 +35,7 @@ class Listener:
     """
 
     def __init__(self, handlers: Mapping[str, Any], settings: HostSettings, peers: TrustedPeers) -> None:
-        # gRPC logs a line for every malformed connection, so strangers could fill the log.
+        # gRPC logs a line for every malformed connection, so untrusted clients could fill the log.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         self._doorman = None if peers.trainers_show_certificates else _doorman(settings.address, peers)
         max_connections = _max_connections(_raise_descriptor_limit())
@@ -52,8 +52,8 @@ class Listener:
         self._server.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Give calls at most ``timeout_s`` to finish, and stop listening."""
-        # Replace 0 with None: for any number, gRPC starts a thread, which may outlast this call.
+        """Stop listening, and give calls in progress at most ``timeout_s`` seconds to finish."""
+        # Replace 0 with None: for any number, gRPC starts a thread, which may outlive this call.
         self._server.stop(timeout_s or None).wait()
         if self._doorman is not None:
             self._doorman.close()
@@ -71,7 +71,7 @@ def _doorman(address: str, peers: TrustedPeers) -> Doorman | None:
     except FilterError as error:
         logger.warning(
             "This data host accepts connections from all addresses: the kernel has no filter for them (%s). Only the "
-            "job's token protects it from strangers; mutual TLS (data_service.tls_authority) would, too.",
+            "job's token keeps others out; mutual TLS (data_service.tls_authority) would, too.",
             error,
         )
         return None
@@ -87,5 +87,5 @@ def _raise_descriptor_limit() -> int:
 
 
 def _max_connections(num_descriptors: int) -> int:
-    """Return how many connections may be open, so that enough descriptors are left for the workers."""
+    """Return how many connections may be open while enough descriptors remain for the workers."""
     return num_descriptors - min(num_descriptors // 2, _RESERVED_DESCRIPTORS)

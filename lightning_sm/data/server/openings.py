@@ -50,7 +50,7 @@ class Openings:
 
         Args:
             request: The openings that the rank wants from now on.
-            timeout_s: Maximum wait for the main process.
+            timeout_s: Maximum seconds to wait for the main process.
 
         Returns:
             The state of the openings. A problem is reported once; if the rank asks again, the host retries.
@@ -86,7 +86,7 @@ class Openings:
             self._condition.notify_all()
         if isinstance(message.outcome, Failure):
             self._changed()
-        self._close_unwanted()  # the rank may have exited meanwhile
+        self._close_unwanted()  # the rank may have exited in the meantime
 
     def keep(self, clients: Collection[str]) -> None:
         """Forget all ranks except ``clients``: the others have finished, or their leases have expired."""

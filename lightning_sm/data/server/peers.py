@@ -1,4 +1,4 @@
-"""The addresses that a data host trusts: those of its machine, of the job's hosts, and in the user's settings."""
+"""The addresses that a data host trusts: those of its machine and the job's hosts, and those in the user's settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_sm.data.settings import HostSettings
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# However many strangers connect, lookups are at least this many seconds apart and take at most this share of the time.
+# However many clients connect, lookups are at least this many seconds apart and take at most this share of the time.
 _LEAST_PERIOD_S = 1.0
 _SHARE_OF_TIME = 0.05
 # Look up names concurrently: an unknown name may take the resolver 10 s.
@@ -28,7 +28,7 @@ class TrustedPeers:
     """The machines that may connect to a data host.
 
     Names are looked up again when an unknown address connects, because a job's hosts start at different times, and a
-    replacement host has another address.
+    replacement host has a new address.
 
     Args:
         settings: Names, addresses and networks that the data host trusts, and the host's name and credentials.
@@ -76,7 +76,7 @@ class TrustedPeers:
         return self._is_known(address)
 
     def refusal(self, address: str) -> str:
-        """Return why an address is refused, and what to do."""
+        """Return why an address is refused, and what to do about it."""
         known = listed(["its own machine", *self._trusted])
         late = f" These names do not resolve yet: {listed(self.unresolved)}." if self.unresolved else ""
         return (

@@ -1,4 +1,4 @@
-"""The server process of a data host, which moves bytes between workers and trainers, and runs no user code."""
+"""The server process of a data host, which moves bytes between workers and trainers and runs no user code."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 _Parsed = TypeVar("_Parsed")
 
-# A call that waits for the user's setup() answers after this time that nothing is open yet, so that the trainer can log
-# the wait.
+# A call that waits for the user's setup() returns after this time even if nothing is open yet, so that the trainer can
+# log the wait.
 _CALL_TIMEOUT_S = 5.0
 
 # The main process keeps this many unwanted sources, in case a rank wants them again.
 _NUM_SPARE = 3
 
-# Maximum time for notifying trainers that this host exits.
+# Maximum time for notifying trainers that this host is exiting.
 _STOP_TIMEOUT_S = 1.0
 
 
@@ -50,7 +50,7 @@ class ServerProcess:
     """The gRPC server and its state.
 
     Args:
-        main: Connection to the main process of the data host.
+        main: Connection to the data host's main process.
         settings: Address, limits and credentials.
         snapshots: Digests of the sources that the main process has, the newest last.
     """
@@ -109,7 +109,7 @@ class ServerProcess:
     def _handle(self, message: Message) -> None:
         match message:
             case host_messages.NewWorker(fds=()):
-                logger.debug("The connection to a worker is lost: it exits, and the main process starts another.")
+                logger.debug("A worker's connection was lost: the worker exits, and the main process starts another.")
             case host_messages.NewWorker():
                 self._pool.add(message)
             case host_messages.WorkerLost(worker, why):
@@ -154,7 +154,7 @@ class ServerProcess:
                 digest.update(piece)
                 os.write(fd, piece)
             if num_received != head.num_bytes or digest.hexdigest() != head.digest:
-                why = f"a snapshot of {head.num_bytes} bytes came with {num_received}, and another digest"
+                why = f"a snapshot of {head.num_bytes} bytes arrived with {num_received} bytes or a different digest"
                 context.abort(grpc.StatusCode.DATA_LOSS, why)
             with self._loading:
                 others = [known for known in self._snapshots if known != head.digest]
@@ -224,7 +224,7 @@ def _parse(parse: Callable[[bytes], _Parsed], request: bytes, context: Any) -> _
 
 def main() -> None:
     """Run the server process. Its argument is the descriptor of the connection to the main process."""
-    # A suspended process would not notice that its parent closed the connection.
+    # A suspended process would not notice that its parent closed the connection, so have the kernel kill it.
     kill_with_parent()
     main_process = connection_to_parent()
     serve = main_process.receive()

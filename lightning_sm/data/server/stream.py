@@ -1,4 +1,4 @@
-"""The ``Fetch`` method, which receives the requests of trainer ranks and sends finished batches."""
+"""The ``Fetch`` method, which receives trainer ranks' requests and sends finished batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_TEXT = 1 << 20
 # Answers that are ready at the same time share a message of up to this size: a message costs more than a small batch.
 _MAX_SHARED_MESSAGE_BYTES = 256 << 10
 
-# Starts to answer a request (an encoded ``FetchSpec``), and returns a function that cancels the request. Clients (the
+# Starts answering a request (an encoded ``FetchSpec``), and returns a function that cancels the request. Clients (the
 # first argument) take turns. Raises WireError if the request is malformed.
 Start: TypeAlias = Callable[[object, bytes, Callable[[Answer], None]], Callable[[], None]]
 
@@ -35,7 +35,7 @@ class FetchMethod:
     """The streams of all connected ranks.
 
     Args:
-        start: Starts to answer a request.
+        start: Starts answering a request.
     """
 
     def __init__(self, start: Start) -> None:
@@ -48,7 +48,7 @@ class FetchMethod:
             stream.close()
 
     def serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Answer the requests of a rank until it cancels the call."""
+        """Answer a rank's requests until it cancels the call."""
         stream = _RankStream(self._start)
         self._streams.add(stream)
         context.add_callback(stream.close)
@@ -76,12 +76,12 @@ def _read(requests: Iterator[bytes], stream: _RankStream) -> None:
 
 
 class _RankStream:
-    """The requests of one trainer rank to this host, and its unsent answers."""
+    """One trainer rank's requests to this host, and the answers that have not been sent."""
 
     def __init__(self, start: Start) -> None:
         self._start = start
         self._answers: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
-        self._lock = threading.RLock()  # a request may be answered while it is started, in the same thread
+        self._lock = threading.RLock()  # a request may be answered while it is being started, in the same thread
         self._cancels: dict[int, Callable[[], None]] = {}
         self._is_closed = False
 
@@ -121,7 +121,7 @@ class _RankStream:
         self._answers.put(None)
 
     def messages(self) -> Iterator[bytes]:
-        """Yield the answers in the order in which they finish, small ones combined and large ones in pieces."""
+        """Yield the answers in the order in which they finish, combining small ones and splitting large ones."""
         parts: list[bytes] = []
         try:
             while True:

@@ -1,4 +1,4 @@
-"""The worker pool in a data host's server process: gives tasks to idle workers, without using gRPC."""
+"""The worker pool in a data host's server process, which gives tasks to idle workers. It does not use gRPC."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Task:
         opening: Name of the opening; each opening has its own workers.
         encoded_spec: The ``FetchSpec``, encoded.
         answer: Called once with the outcome, from any thread; must not block.
-        is_stream: Whether the batches come from a stream, which a worker can only read in order.
+        is_stream: Whether the batches come from a stream, which a worker can read only in order.
     """
 
     client: object
@@ -75,7 +75,7 @@ class Task:
 class _WorkerState(Enum):
     STARTING = auto()
     READY = auto()
-    RETIRED = auto()  # no longer needed: finishes its task, and gets no other task
+    RETIRED = auto()  # no longer needed: finishes its current task and gets no others
 
 
 class _Worker:
@@ -98,7 +98,7 @@ class _Worker:
         return self.state is _WorkerState.READY and self.is_connected
 
     def close(self) -> None:
-        """Close the connection, which makes the worker exit. Releasing the last batch frees the ring."""
+        """Close the connection, which makes the worker exit. The ring is freed when its last batch is released."""
         self.socket.close()
 
 
@@ -107,17 +107,17 @@ class _Work:
     """The load on the workers while trainers have more to request.
 
     Time counts while requests wait for a worker, or if the next request arrives before the previous ones are done. The
-    time in which the last batches are built, and no request follows, does not count.
+    time in which the last batches are built does not count, because no request follows.
 
     Attributes:
-        busy_s: Seconds that workers worked, summed over all workers.
-        capacity_s: Seconds that workers could have worked, summed over all workers.
+        busy_s: Seconds that workers were busy, summed over all workers.
+        capacity_s: Seconds that workers could have been busy, summed over all workers.
     """
 
     busy_s: float = 0.0
     capacity_s: float = 0.0
     _measured_at: float = field(default_factory=time.perf_counter)
-    # Since the last request.
+    # The sums since the last request, which do not count yet.
     _recent_busy_s: float = 0.0
     _recent_capacity_s: float = 0.0
 
@@ -140,7 +140,7 @@ class _Work:
 
 
 class WorkerPool:
-    """A pool that gives tasks to idle workers, and serves clients in turn.
+    """A pool that gives tasks to idle workers and serves clients in turn.
 
     Args:
         kill: Called with the id of a worker that hangs on a cancelled task.
@@ -165,7 +165,7 @@ class WorkerPool:
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Queue a task. If its opening is closed, fail the task, since no worker would ever take it."""
+        """Queue a task. If its opening is closed, fail the task instead, since no worker would ever take it."""
         with self._lock:
             is_gone = self._live is not None and task.opening not in self._live
             if not is_gone:
@@ -200,7 +200,7 @@ class WorkerPool:
             self._wake()
 
     def keep(self, live: Collection[str]) -> None:
-        """Retire the workers whose openings are closed, and fail the tasks that wait for those workers.
+        """Retire the workers of closed openings, and fail the tasks that are waiting for these workers.
 
         Args:
             live: Names of the openings that are wanted.
@@ -267,7 +267,7 @@ class WorkerPool:
             self._workers.clear()
         self._wake()
         self._thread.join(timeout=5)
-        # Close these here: the thread may have exited before it was woken.
+        # Close these here, not in the thread, which may exit before ``_wake`` uses them.
         self._selector.close()
         self._waker.close()
         self._wakeup.close()
@@ -316,7 +316,7 @@ class WorkerPool:
         return None
 
     def _take_tasks_of_stream(self, worker: _Worker) -> list[Task]:
-        """Remove and return the tasks that wait for a lost stream worker.
+        """Remove and return the tasks that are waiting for a lost stream worker.
 
         Trainers request these tasks again, after the one that was lost with the worker. If they stayed queued, the new
         worker might get them first: it would read the stream up to a later batch, then again from the start for the

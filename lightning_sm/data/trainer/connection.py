@@ -1,4 +1,4 @@
-"""The connection of a training process to the data hosts, through its feeder process."""
+"""A training process's connection to the data hosts, through its feeder process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_sm.job.variables import DATA_CHANNELS
 
 logger = logging.getLogger(__name__)
 
-# Used for a job whose name is unknown.
+# Stands in for a job name that is unknown.
 UNNAMED_JOB = "unnamed"
 
 _CALL_TIMEOUT_S = 5.0
@@ -44,13 +44,13 @@ _REPORT_PERIOD_S = 30.0
 
 
 class ServiceConnection:
-    """The connection of one rank to the data hosts.
+    """One rank's connection to the data hosts.
 
     Args:
         addresses: Addresses of the data hosts, ``host:port``.
         settings: Window, timeouts and credentials.
         job: Name of the job.
-        is_of_job: Whether the data hosts belong to the same SageMaker job. They then run the same script, and the
+        is_of_job: Whether the data hosts belong to the same SageMaker job. If so, they run the same script, and the
             connection stays open until the process exits, because a script may run several Trainers.
         channels: Names of this host's input channels.
         host: Name of this host in the job. Defaults to the machine's name.
@@ -87,10 +87,10 @@ class ServiceConnection:
 
     @classmethod
     def of_job(cls, job: SageMakerJob, topology: Topology, settings: DataServiceSettings) -> ServiceConnection:
-        """Return the connection to the data hosts of this process's job; all DataModules share it.
+        """Return this process's connection to its job's data hosts; DataModules with the same settings share it.
 
         Raises:
-            DataSettingsError: mpirun started this rank without the name of the job.
+            DataSettingsError: mpirun started this rank without the job's name.
         """
         if job.name is None and RankStart.detect(os.environ, os.getppid()).launcher is RankStarter.MPI:
             raise DataSettingsError(
@@ -107,7 +107,7 @@ class ServiceConnection:
 
     @classmethod
     def of_this_job(cls, settings: DataServiceSettings | None) -> ServiceConnection | None:
-        """Return the connection to the data hosts of this process's job, or None if there are none."""
+        """Return this process's connection to its job's data hosts, or None if there are no data hosts."""
         job = SageMakerJob.from_environment()
         if job is None:
             return None
@@ -121,9 +121,9 @@ class ServiceConnection:
         """Return a connection to data hosts.
 
         Args:
-            addresses: Addresses of the data hosts, or an existing connection; None for the data hosts of the job.
+            addresses: Addresses of the data hosts, or an existing connection; None for the job's data hosts.
             settings: Settings of the data service.
-            job: Name of the job to which the addresses belong.
+            job: Name of the job to which the data hosts belong.
 
         Returns:
             The connection, or None if there is no job with data hosts.
@@ -135,13 +135,13 @@ class ServiceConnection:
             return addresses or cls.of_this_job(settings)
         if not addresses:
             raise DataSettingsError(
-                "RemoteDataModule got an empty list of addresses. Give it the address of at least one data host "
-                "(addresses=[...]), or None for the data hosts of the job."
+                "RemoteDataModule got an empty list of addresses. Pass the address of at least one data host "
+                "(addresses=[...]), or None for the job's data hosts."
             )
         return cls(addresses, settings, job)
 
     def __reduce__(self) -> Any:
-        """Pickle the connection without the state of this process."""
+        """Pickle the connection without this process's state."""
         make = partial(ServiceConnection, is_of_job=self.is_of_job, channels=self._channels)
         return make, (self.addresses, self.settings, self.job)
 
@@ -157,12 +157,12 @@ class ServiceConnection:
         return self._feeder
 
     def open(self, rank: int, num_ranks: int, *, is_quiet: bool) -> None:
-        """Start the feeder.
+        """Start the feeder process, unless the connection is already open.
 
         Args:
             rank: This rank.
             num_ranks: Number of ranks that share the data hosts.
-            is_quiet: Whether to leave messages common to all ranks to another rank of this host.
+            is_quiet: Whether another rank on this host logs the messages that are common to all ranks.
 
         Raises:
             DataSettingsError: A TLS file cannot be read.
@@ -177,13 +177,13 @@ class ServiceConnection:
         weakref.finalize(self, self._feeder.close)
 
     def host_channels(self, *, is_quiet: bool) -> tuple[str, ...]:
-        """Return the names of the data hosts' input channels, once the first data host has run the script.
+        """Return the names of the data hosts' input channels, as soon as one of the hosts has run the script.
 
-        The data hosts are asked only once. When a command line is checked before there are data hosts, the names come
-        from the environment.
+        Only the first call asks the data hosts. If a command line is checked before any data hosts exist, the names
+        come from the environment.
 
         Args:
-            is_quiet: Whether to leave messages common to all ranks to another rank of this host.
+            is_quiet: Whether another rank on this host logs the messages that are common to all ranks.
 
         Raises:
             DataHostUnreachableError: No data host answered in time.
@@ -214,7 +214,7 @@ class ServiceConnection:
                     break
                 if now >= report_at and not is_quiet:
                     report_at = now + _REPORT_PERIOD_S
-                    logger.info("Waiting for the data hosts to run the script, to ask for their channels: %s", why)
+                    logger.info("Waiting for a data host to run the script and report its channels: %s", why)
                 time.sleep(_PAUSE_S)
         raise DataHostUnreachableError(
             f"No data host reported its channels within {timeout_s:.0f} s (data_service.startup_timeout_s): {why}. See "
@@ -222,21 +222,21 @@ class ServiceConnection:
         )
 
     def runs_hooks(self, *, is_quiet: bool) -> bool:
-        """Return whether the data hosts run the hooks of DataModules.
+        """Return whether the data hosts run the DataModule's hooks.
 
         Args:
-            is_quiet: Whether to leave messages common to all ranks to another rank of this host.
+            is_quiet: Whether another rank on this host logs the messages that are common to all ranks.
 
         Raises:
-            DataServiceError: As for ``host_channels``, in a job.
+            DataServiceError: In a job, for the same reasons as ``host_channels``.
         """
         if self.settings.hooks != "auto" or not self.is_of_job:
             return self.settings.hooks == "data"
         missing = sorted(set(self.host_channels(is_quiet=is_quiet)) - self._channels)
         if missing and not is_quiet:
             logger.info(
-                "The data hosts run the DataModule's hooks: they have channels that the trainers lack (%s). See "
-                "data_service.hooks.",
+                "The data hosts run the DataModule's hooks, because they have channels that the trainers lack (%s). "
+                "See data_service.hooks.",
                 ", ".join(missing),
             )
         return bool(missing)
@@ -255,7 +255,7 @@ class ServiceConnection:
             self._feeder = None
 
     def default_window(self) -> int:
-        """Return the default window for the data hosts' number of workers, estimated while not all are known."""
+        """Return the default window for the number of workers on all data hosts, an estimate until all are known."""
         known = [host.workers for host in self.feeder.snapshot().hosts if host.workers]
         workers = sum(known) * len(self.addresses) // max(1, len(known))
         return default_window(workers, self._num_ranks)

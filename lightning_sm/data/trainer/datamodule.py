@@ -1,4 +1,4 @@
-"""A DataModule whose loaders have their workers on data hosts, with any Trainer or none."""
+"""A DataModule whose loaders have their workers on data hosts; it works with any Trainer, or without one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RemoteDataModule(UnlistedDataModule):
 
     Args:
         datamodule: The user's DataModule.
-        addresses: Addresses of the data hosts, ``host:port``. Defaults to the data hosts of the job.
+        addresses: Addresses of the data hosts, ``host:port``. Defaults to the job's data hosts.
         settings: Window, timeouts and credentials.
         job: Name of the job; the data hosts must use the same name.
 

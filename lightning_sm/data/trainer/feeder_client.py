@@ -24,10 +24,10 @@ from lightning_sm.data.protocol.openings import Opening
 
 logger = logging.getLogger(__name__)
 
-# Interval of log lines during a long wait.
+# Interval between log lines during a long wait.
 _REPORT_PERIOD_S = 30.0
 _EXIT_TIMEOUT_S = 10.0
-# Interval for releasing the slots that GPUs have read, while training waits for a batch.
+# While training waits for a batch, slots that GPUs have read are released at this interval.
 _SLOT_POLL_S = 0.002
 
 
@@ -56,7 +56,7 @@ class FeederClient:
         self._inboxes: dict[int, deque[_OfPass]] = {}
         self._error: kinds.Failed | None = None
         self._snapshots: list[kinds.FeederSnapshot] = []
-        self._closing: deque[Opening] = deque()  # from finalizers
+        self._closing: deque[Opening] = deque()  # filled by finalizers
         self._num_uses: Counter[Opening] = Counter()
         self._shared: set[str] = set()  # digests of the snapshots that the feeder has
         self._opened_sources: dict[str, kinds.SourceOpened] = {}
@@ -69,7 +69,7 @@ class FeederClient:
         Args:
             opening: The opening of the source.
             pickled: The source.
-            owner: The object that needs the source; when the object is gone, the source is closed.
+            owner: The object that needs the source, which is closed after the object has been garbage-collected.
         """
         with self._lock:
             self._close_sources()
@@ -93,7 +93,7 @@ class FeederClient:
 
         Args:
             opening: The opening of the source.
-            what: What the data host does, for messages.
+            what: What the data host is to do, for messages.
             timeout_s: Maximum wait in seconds.
 
         Raises:
@@ -126,7 +126,7 @@ class FeederClient:
         """Start an iterator, and return its number.
 
         Args:
-            make: Returns the message to the feeder, given the number.
+            make: Called with the number; returns the message to the feeder.
         """
         with self._lock:
             self._close_sources()
@@ -159,7 +159,7 @@ class FeederClient:
             self._discard(inbox.popleft())
 
     def next(self, pass_id: int, timeout_s: float, poll: Callable[[], bool]) -> _OfPass:
-        """Wait for the next batches of a pass, or its end.
+        """Wait for the next batches of a pass, or for its end, and return the feeder's message.
 
         Args:
             pass_id: Number of the pass.
@@ -209,10 +209,10 @@ class FeederClient:
         self._send(kinds.ShareFigures(figures))
 
     def describe(self) -> str:
-        """Return lines about hosts and passes, for messages."""
+        """Describe hosts and passes for messages, one on each line."""
         try:
             snapshot = self.snapshot()
-        except errors.DataServiceError as error:  # writing a message must not end the training
+        except errors.DataServiceError as error:  # a failed description must not end the training
             return f"  {error}"
         lines = []
         for host in snapshot.hosts:
@@ -244,7 +244,7 @@ class FeederClient:
 
     @property
     def pid(self) -> int:
-        """Process id of the feeder."""
+        """The feeder's process id."""
         return self._process.pid
 
     def _send(self, message: Message) -> None:
@@ -255,7 +255,7 @@ class FeederClient:
 
     def _release(self, kind: Released, number: int, value: int) -> None:
         """Write to the release pipe without the lock, because a finalizer may interrupt the thread that holds it."""
-        # Ignore forked children, which inherit the arrays: the training process may still use those that they drop.
+        # Do nothing in a forked child: the training process may still use the inherited arrays that the child drops.
         if self._releases < 0 or os.getpid() != self._pid:
             return
         try:
@@ -275,8 +275,8 @@ class FeederClient:
     ) -> bool:
         """Receive messages until a condition holds, and return whether it held in time. Log the cause of a long wait.
 
-        All ranks wait for the same loaders, so only the first rank of a host logs such a wait (INFO). Each rank waits
-        for different batches, so each rank logs its own waits.
+        All ranks wait for the same loaders, so only the first rank on each host logs such a wait (INFO). Each rank
+        waits for batches of its own, so every rank logs these waits.
 
         Raises:
             DataServiceError: The feeder reported an error for this pass or for all passes.
@@ -330,7 +330,7 @@ class FeederClient:
             self.release(message.ring, message.slot)
 
     def _raise_error(self, pass_id: int | None) -> None:
-        """Raise the error for all passes, or the error that comes next in a pass, if any."""
+        """Raise the error that ended all passes, or the error that is next in the inbox of this pass, if any."""
         error = self._error or next(iter(self._inboxes.get(pass_id or 0, ())), None)
         if isinstance(error, kinds.Failed):
             raise error.exception()

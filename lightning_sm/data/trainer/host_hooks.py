@@ -30,15 +30,15 @@ from lightning_sm.data.trainer.same_name import named_as
 
 _STAGES = ("train", "val", "test", "predict")
 
-# Number of calls per hook that stay open, so that data hosts that join late or rejoin run them. The call before the
-# last is included, because iterators may still read its loaders.
+# Number of calls to keep open per hook, so that data hosts that join late or rejoin also run them. The second-to-last
+# call is included, because iterators may still read its loaders.
 _NUM_KEPT = 2
 
 # Attributes that this module and ``RemoteDataModule`` add to the user's DataModule.
 OURS = ("_host_hooks", "_connection")
 
 _TO_DATA_HOSTS = (
-    "With data_service.hooks=data, data hosts get the DataModule of rank 0, pickled, before prepare_data(). Create "
+    "With data_service.hooks=data, rank 0's DataModule is pickled for the data hosts before prepare_data(). Create "
     "what cannot be pickled in setup(), which runs there."
 )
 
@@ -47,7 +47,7 @@ def run_hooks_on_data_hosts(datamodule: LightningDataModule, connection: Service
     """Have the data hosts run ``prepare_data``, ``setup``, ``*_dataloader`` and ``teardown`` of a DataModule.
 
     Args:
-        datamodule: The DataModule, which stays the same object.
+        datamodule: The DataModule, which is changed in place.
         connection: The connection to the data hosts.
     """
     if isinstance(datamodule, _HasHooksOnDataHosts):
@@ -64,11 +64,11 @@ def run_hooks_on_data_hosts(datamodule: LightningDataModule, connection: Service
 def loader_hooks(own: type[LightningDataModule], make: Callable[[str], Any]) -> dict[str, Any]:
     """Return a replacement for each ``*_dataloader`` hook that the user's class defines, by the hook's name.
 
-    Replacements go into a class, because Lightning looks up hooks there.
+    The replacements belong in a class, because Lightning looks up hooks on the class.
 
     Args:
         own: The user's class.
-        make: Returns the replacement for the hook of a given name.
+        make: Returns the replacement for the hook with a given name.
     """
     names = [f"{stage}_dataloader" for stage in _STAGES]
     # A script can turn a hook off by setting it to None.
@@ -145,7 +145,7 @@ class _OpenCall:
         opening: The opening of the call.
         pickled: The call.
         close: Closes the opening.
-        loaders: The pickled result of a loader hook; empty after another run of the Trainer has started.
+        loaders: The pickled result of a loader hook; emptied when another run of the Trainer starts.
         changes: Whether the call has changed state that later calls see.
     """
 
@@ -159,7 +159,7 @@ class _OpenCall:
 
 
 class _HostHooks:
-    """A rank's client for the hooks of a DataModule.
+    """A rank's client for a DataModule's hooks on the data hosts.
 
     Args:
         datamodule: The DataModule.
@@ -186,7 +186,7 @@ class _HostHooks:
 
         Args:
             hook: Name of the hook.
-            key: Distinguishes the hook's calls that are open at the same time.
+            key: Distinguishes between calls of the hook that are open at the same time.
             is_alone: Whether a single data host runs the hook on behalf of all.
             **arguments: Arguments of the hook.
 
@@ -216,7 +216,7 @@ class _HostHooks:
         return returned
 
     def again(self, hook: str, key: object) -> Any:
-        """Return new copies of the loaders from an earlier call in this run; None if attributes have changed since."""
+        """Return new copies of an earlier call's loaders; None if there are none or attributes have changed since."""
         if self._datamodule.trainer is None or self._known is None or self._attributes().changed(self._known):
             return None
         call = next((call for call in self._calls if (call.hook, call.key) == (hook, key) and call.loaders), None)
@@ -295,7 +295,7 @@ class _HostHooks:
         if call.hook.endswith("_dataloader"):
             call.loaders, call.changes = data, bool(result.attributes or result.missing)
             self._close_older(call.hook)
-        elif call.hook == "setup":  # another run of the Trainer has started, which needs new loaders
+        elif call.hook == "setup":  # another run of the Trainer has started and needs new loaders
             for earlier in self._calls:
                 earlier.loaders = b""
         self.missing = (self.missing | frozenset(result.missing)) - result.attributes.keys()
@@ -303,7 +303,7 @@ class _HostHooks:
             vars(datamodule).pop(name, None)  # a stale value would look as if the hook had not run
         for name, value in result.attributes.items():
             set_attribute(datamodule, name, value)
-        # Do not overwrite a rank's random state if it differs from that of rank 0.
+        # Do not overwrite this rank's RNG state if it differs from rank 0's.
         if before.is_same(RandomState.now()):
             result.random_state.restore()
         return result.returned
@@ -341,8 +341,8 @@ def _hook(name: str) -> Callable[[_HasHooksOnDataHosts], Any]:
 def _reload(trainer: Any) -> str:
     """Return a key for a hook's loaders: the Trainer's function and, if the Trainer reloads loaders, the epoch.
 
-    If the script calls a hook itself, the key is the same, and the script gets copies of the same loaders. Not all
-    ranks need to make such a call.
+    If the script calls a hook itself, the key is the same, so the script gets copies of the same loaders, and it need
+    not call the hook on all ranks.
     """
     if trainer is None:
         return ""

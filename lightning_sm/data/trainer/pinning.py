@@ -13,8 +13,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 _PAGE = 4096
-# Number of dropped slots whose copies may be incomplete. If there are more, a training loop that runs ahead of its GPU
-# waits: CUDA queues about a thousand kernels, but the ring has far fewer slots.
+# Maximum number of dropped slots with incomplete copies. Beyond it, a training loop that runs ahead of its GPU must
+# wait: CUDA queues about a thousand kernels, but the ring has far fewer slots.
 MAX_COPYING = 4
 
 
@@ -22,9 +22,9 @@ class PinnedSlots:
     """The page-locked slots of a ring, released once the copies that read them are complete.
 
     ``.to(device, non_blocking=True)`` returns before the copy is complete. PyTorch tracks such copies for page-locked
-    memory that it allocated, but not for registered memory. This class therefore records an event on the current stream
-    of each GPU in use when a slot is dropped, and releases the slot after these events. They do not cover copies on
-    other streams, so this class must not be used if the user's code copies batches.
+    memory that it allocated, but not for registered memory. Once a slot is dropped, this class therefore records an
+    event on the current stream of each GPU in use, and releases the slot after these events. They do not cover copies
+    on other streams, so this class must not be used if the user's code copies batches.
 
     Args:
         release: Releases a slot.
@@ -40,7 +40,7 @@ class PinnedSlots:
         self._is_refused = False
 
     def lock(self, slot: int, array: np.ndarray) -> None:
-        """Page-lock the bytes of a batch in a slot; if the system refuses, copies are only slower.
+        """Page-lock the bytes of a batch in a slot; if CUDA refuses, copies are slower.
 
         Args:
             slot: Index of the slot.

@@ -31,17 +31,17 @@ _STEP = 0x9E3779B97F4A7C15
 
 _NUMBERS = count()
 
-# Send the indices of at least this many batches at a time: a message costs more than the index of a batch.
+# Send the indices of at least this many batches at a time: a message costs more than the indices of a batch.
 _MIN_SUPPLY = 4
 
 
 @dataclass(frozen=True)
 class IteratorPosition:
-    """The position of an iterator, from which an iterator in another run can continue with the same batches.
+    """An iterator's position, from which an iterator in another run can continue with the same batches.
 
     Attributes:
         seed: Base seed of the iterator.
-        number: How often the iterator has been reset.
+        number: Number of times the iterator has been reset.
         num_batches: Number of batches delivered since the last reset.
         ends: For a stream, the number of batches from each exhausted worker.
     """
@@ -58,9 +58,9 @@ class RemoteIterator(_BaseDataLoaderIter):
     Args:
         loader: The loader.
         source: The loader's source on the data hosts.
-        begins_at: Where to start; None for the first batch. The sampler must skip earlier batches itself. The workers
-            of a stream read the pass from its start, but no earlier passes, which would have changed their random
-            states.
+        begins_at: Where to start; None for the first batch. The sampler must skip earlier batches itself. A
+            stream's workers reread the current pass from its start, but not the passes before it, so they lose the
+            changes that these made to their RNG state.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RemoteIterator(_BaseDataLoaderIter):
             ends = {} if begins_at is None else begins_at.ends
             self._batches = _Turns(self._workers, self._num_resets, self._num_yielded, ends)
         else:
-            # Each pass needs different seeds, although the iterator of persistent workers keeps its base seed.
+            # Each pass needs different seeds, although an iterator with persistent workers keeps its base seed.
             seed = (int(self._base_seed) + self._num_resets * _STEP) % (1 << 63)
             ahead = self._num_workers * (loader.prefetch_factor or 0)
             limit = partial(self._source.limit, loader)
@@ -245,12 +245,12 @@ class _Batches:
         return batch
 
     def supply(self, *, as_torch: bool = False) -> None:
-        """Run the sampler for the batches that may be requested; if it fails, raise the error in place of the batch.
+        """Run the sampler for the batches that may be requested; if it fails, ``next`` raises its error later.
 
         Args:
-            as_torch: Whether to run the sampler no further than torch would. Before the first batch and beyond the
-                Trainer's limit, this is always so, because the state of a sampler that is not read to the end depends
-                on how far it was read.
+            as_torch: Whether to run the sampler no further than torch would. Before the first batch is requested, and
+                beyond the Trainer's limit, it never runs further, because the state of a sampler that is not exhausted
+                depends on how far it was read.
         """
         least = self._num_taken + max(1, self._stock_ahead)
         stop = least
@@ -266,7 +266,7 @@ class _Batches:
         self._client.supply(self._pass.pass_id, indices, is_end=self._has_ended)
 
     def _index(self) -> tuple[bytes, ...]:
-        """Return the pickled index of the next batch; empty if there is none."""
+        """Return the pickled indices of the next batch in a tuple, which is empty if there is no batch."""
         try:
             index = pickle.dumps(self._next_index(), pickle.HIGHEST_PROTOCOL)
         except StopIteration:

@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 _SLOW_PICKLE_S = 1.0
 
 _TO_DATA_HOSTS = (
-    "Data hosts get the dataset, the collate function and worker_init_fn of a loader, pickled, as the workers of "
-    'DataLoader do with multiprocessing_context="spawn". Open it in __getitem__ when it is first needed, or in '
+    "A loader's dataset, collate function and worker_init_fn are pickled for data hosts, as they are for DataLoader "
+    'workers with multiprocessing_context="spawn". Open such an object in __getitem__ when it is first needed, or in '
     "worker_init_fn, and leave it out in __getstate__. Or set data_service.hooks=data: data hosts then run the "
-    "DataModule's hooks, and keep the datasets that these make."
+    "DataModule's hooks, and keep the datasets that these create."
 )
 
-# Prefix of the hook that makes the loaders for a stage, by Lightning's name for the stage.
+# Prefix of the hook that returns the loaders for a stage, by Lightning's name for the stage.
 HOOKS = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
 
-# Hooks of DataModule, LightningModule and strategy that receive batches before the batches are on the device.
+# Hooks of the DataModule, LightningModule and strategy that receive batches before these are on the device.
 _COPYING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to_device")
 
 
@@ -108,7 +108,7 @@ class LoaderSource:
         num_batches: float = math.inf
         limits = [getattr(trainer, f"limit_{HOOKS[stage.value]}_batches")]
         if stage.value == "train":
-            # This may be fewer than the loader has: a shorter one may end the epoch, or this one start over during it.
+            # This may be fewer than the loader has: a shorter one may end the epoch, or this one may restart during it.
             done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             num_batches = max(0, trainer.num_training_batches - done)
         if stage.value == "sanity_check":
@@ -174,7 +174,7 @@ class LoaderSource:
 
         Args:
             pickled: The result of ``pickled``.
-            owner: The object that needs the workers, which stay while it lives, and at least until the next call.
+            owner: The object that needs the workers. They run as long as it exists, and at least until the next call.
 
         Raises:
             DataServiceError: No data host can start workers, or none did in time.
@@ -235,12 +235,12 @@ def remote_loader(loader: Any, source: LoaderSource) -> Any:
     own = type(loader)
     why = _why_local(own)
     if why:
-        # Do not warn about a list of batches or a tensor, which have nothing to load.
+        # Do not warn about a list of batches or a tensor: it needs no loading.
         if source.rank == 0 and hasattr(own, "__iter__") and own.__module__ not in ("builtins", "torch"):
             _warn_once(f"{own.__module__}.{own.__qualname__}", source.name, why)
         return loader
     bases = (RemoteDataLoader,) if own is DataLoader else (own, RemoteDataLoader)
-    # Each loader gets its own class to hold the source, as Lightning recreates some loaders from class and arguments.
+    # Each loader needs its own class to hold the source: Lightning recreates some loaders from class and arguments.
     remote: Any = object.__new__(named_as(own, *bases, _remote=source, users_class=own))
     remote.__dict__.update(loader.__dict__)
     return remote
@@ -283,13 +283,13 @@ def _warn_once(cls: str, name: str, why: str) -> None:
 
 
 def position_of(loader: Any) -> IteratorPosition | None:
-    """Return the position of the last iterator over a loader; None if there is none, or no worker is on a data host."""
+    """Return the position of a loader's last iterator; None without an iterator, or without workers on data hosts."""
     iterator = loader._remote.iterator() if isinstance(loader, RemoteDataLoader) else None
     return None if iterator is None else iterator.position
 
 
 def begin_at(loader: RemoteDataLoader, position: IteratorPosition) -> None:
-    """Have the next iterator over a loader continue where one in another run stopped; the sampler must skip by itself.
+    """Have a loader's next iterator continue where another run's stopped; the sampler must skip earlier batches itself.
 
     Args:
         loader: The loader.

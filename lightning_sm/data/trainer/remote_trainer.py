@@ -1,4 +1,4 @@
-"""The use of ``RemoteDataLoader`` in a Trainer, through the hook with which strategies wrap loaders."""
+"""Remote loaders for a Trainer or a Fabric, created where the strategy processes each loader."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DataHostLoaders(UnlistedCallback):
 
 
 class _ProcessLoader:
-    """A strategy's ``process_dataloader``, which also gives loaders workers on data hosts."""
+    """A replacement for a strategy's ``process_dataloader`` that also gives loaders workers on data hosts."""
 
     def __init__(self, trainer: Any, connection: ServiceConnection, own: Any) -> None:
         self._trainer, self._connection, self._own = trainer, connection, own
@@ -63,7 +63,7 @@ class _ProcessLoader:
 
 
 def fetch_in_fabric(fabric: Any, connection: ServiceConnection) -> None:
-    """Give workers on data hosts to the loaders that a ``Fabric`` sets up.
+    """Have the loaders that a ``Fabric`` sets up use workers on data hosts.
 
     Args:
         fabric: The Fabric.
@@ -80,7 +80,7 @@ def fetch_in_fabric(fabric: Any, connection: ServiceConnection) -> None:
 
 
 def use_data_hosts(trainer: Any, connection: ServiceConnection, datamodules: Iterable[Any] = ()) -> None:
-    """Give workers on data hosts to the loaders of a Trainer.
+    """Have a Trainer's loaders use workers on data hosts.
 
     Args:
         trainer: The Trainer.

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # Minimum interval at which a rank shares its figures, which the next heartbeat carries.
 _SHARE_PERIOD_S = 0.25
-# Seconds between two lines in the record.
+# Minimum interval between lines in the record.
 _LINE_S = 5.0
 
 
@@ -35,13 +35,13 @@ class _Sums:
 
 
 class Reporter:
-    """A counter for the batches from a rank's training loaders, which on rank 0 reports on all ranks.
+    """A counter for the batches from a rank's training loaders; on rank 0, it also reports on all ranks.
 
     Step times come from the rank's only clock, ``StepTimes``; the reporter tells it what share of each wait was
     transfer.
 
-    Figures of other ranks and of data hosts arrive with heartbeats, about a second late. They are sums since the start
-    of the process. Each report covers what was added since the last one, so late figures are in the next report.
+    Figures of other ranks and of data hosts arrive with heartbeats, about a second late. They are sums since those
+    processes started. Each report covers what was added since the last one, so late figures appear in the next.
 
     Args:
         feeder: Returns the client of this rank's feeder.
@@ -56,11 +56,11 @@ class Reporter:
         self._next_line_at = 0.0
         self._reported: _Sums | None = None  # at the last report, or at the first batch of the run
         self._written: Sequence[HostFigures] = ()
-        # The newest figures of each rank. Keep them, because data hosts drop the figures of finished ranks.
+        # Each rank's latest figures, kept here because data hosts drop the figures of finished ranks.
         self._by_rank: dict[str, RankFigures] = {}
 
     def begin_run(self) -> None:
-        """Start a Trainer's run, which restarts the clock; totals are kept, but left out of the reports on the run."""
+        """Prepare for a Trainer's run, which restarts the clock; totals are kept, but left out of the run's reports."""
         self._counted = self._figures()
         self._times = None
         self._reported = None

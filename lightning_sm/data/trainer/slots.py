@@ -27,7 +27,7 @@ _HELD_SLOTS = 4
 
 
 class _SlotArray(np.ndarray):
-    """Bytes of a slot. Views of this subclass keep the object alive, so its finalizer runs after the last view."""
+    """The bytes of a slot. Unlike a plain array, it is kept alive by its views, so its finalizer runs after them."""
 
 
 class SlotPool:
@@ -48,7 +48,7 @@ class SlotPool:
         num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS + (MAX_COPYING if is_pinned else 0)
         self._make = partial(SlotRing, client, name, num_slots, max_batch_bytes, is_pinned=is_pinned)
         self._rings: list[SlotRing] = []
-        self._unused: list[SlotRing] = []  # finalizers append to it, so it needs atomic operations: append and pop
+        self._unused: list[SlotRing] = []  # finalizers append to it, so use only atomic operations: append, pop
 
     def take(self) -> SlotRing:
         """Return a ring that no other open pass uses."""

@@ -1,4 +1,4 @@
-"""The reasons why training waits for data hosts, and remedies. Pure logic."""
+"""The reasons why training waits for data hosts, and their remedies. Pure logic."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MIN_FRACTION = NOT_INPUT_BOUND
 _MIN_SECONDS = 1.0
 # A host or rank that takes this many times as long as the others is slow.
 _SLOWER = 2.0
-# A mean over fewer batches is not meaningful.
+# A mean over fewer batches than this is not meaningful.
 _MIN_BATCHES = 3
-# Blame the network if batches were in transit for at least this part of the wait. Blame the workers only if their
-# measured capacity covers at least this part of the wait.
+# Blame the network if batches were in transit for at least this fraction of the wait. Blame the workers only if their
+# measured capacity covers at least this fraction of the wait.
 _EXPLAINED_PART = 0.5
 _AFTER_A_LOSS = "Check the end of its log. With a second data host, training would have continued."
 
@@ -49,7 +49,7 @@ def paces(ranks: Mapping[str, RankFigures]) -> list[RankPace]:
 
 
 def trouble(hosts: Sequence[HostFigures]) -> list[str]:
-    """Return a sentence about each data host that was not always up, or left requests unanswered.
+    """Return a sentence about each host that is not up, lost its connection, caused retries or built no batches.
 
     Args:
         hosts: The data hosts' figures for the epoch.
@@ -134,7 +134,7 @@ def _slow_host(who: str, hosts: Sequence[HostFigures]) -> WaitCause | None:
         return None
     name, own_s, others_s = slowest
     text = (
-        f"{who} because of data host {name}: a worker takes {duration(own_s)} for a batch there, and "
+        f"{who} because of data host {name}: a worker takes {duration(own_s)} per batch there, and "
         f"{duration(others_s)} on the others."
     )
     change = "Check what else it runs, and its access to the data."
@@ -148,8 +148,8 @@ def _slow_link(who: str, hosts: Sequence[HostFigures]) -> WaitCause | None:
         return None
     name, own_s, others_s = slowest
     text = (
-        f"{who} because of the network of data host {name}: its batches are {duration(own_s)} in transit, those of "
-        f"the others {duration(others_s)}."
+        f"{who} because of the network of data host {name}: its batches spend {duration(own_s)} in transit, those "
+        f"of the others {duration(others_s)}."
     )
     return WaitCause(f"network of data host {name}", text, host=name)
 
@@ -175,7 +175,7 @@ def _workers(who: str, rank: RankFigures, hosts: Sequence[HostFigures]) -> WaitC
         return None
     build_s = rank.produce_s / max(1, rank.num_batches)
     owners = "the only worker of the data hosts is" if workers == 1 else f"the {workers} workers of the data hosts are"
-    text = f"{who} for the transforms: {owners} busy {percent(busy)} of the time, with {duration(build_s)} for a batch."
+    text = f"{who} for the transforms: {owners} busy {percent(busy)} of the time, at {duration(build_s)} per batch."
     change = (
         "Make the transforms cheaper, or use more workers (data_service.workers, more or larger data hosts); "
         "lightning-sm plan calculates how many."

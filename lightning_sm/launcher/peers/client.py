@@ -1,4 +1,4 @@
-"""The client of the hub on all hosts but the main one, which asks for the state of the job and reports outcomes."""
+"""The hub's client on every host except the main one, which asks for the state of the job and reports outcomes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Client(Peers):
         own: Name of this host.
         main_host: Name of the hub's host.
         address: Host name or IP address, and port, of the hub.
-        key: The key of the job.
+        key: The job's key.
         timings: The limits and intervals of the communication.
     """
 
@@ -63,7 +63,7 @@ class Client(Peers):
             connection.sendall(request)
             answer = from_line(lines.readline(MAX_LINE_BYTES), Answer, self._key, mac_of(request))
             if not self.is_main_host_there:
-                _LOG.debug("Host %s was welcomed.", self._own)
+                _LOG.debug("Host %s was accepted.", self._own)
             self.is_main_host_there = self._was_reached = True
             self._lost_at = math.inf
             self._learn(answer)
@@ -73,7 +73,7 @@ class Client(Peers):
                 return
             if outcome is not None or self._report is None:
                 self._closing.wait(self._timings.poll_s)
-            is_last = self._closing.is_set()  # read before the report, so that the last request has the last report
+            is_last = self._closing.is_set()  # read before the report, so the last request contains the last report
             report = self._report
 
     def _note_failure(self, why: str) -> None:
@@ -93,7 +93,7 @@ class Client(Peers):
             _LOG.warning(
                 "No launcher of this job has answered on %s:%d (%s) for %g s: %s. Until one does, this host and the "
                 "others do not learn of each other's failures: when one fails, the others may hang until their "
-                "collectives time out. The main host must run lightning-sm train, and let the hosts of the job connect "
+                "collectives time out. The main host must run lightning-sm train, and allow the job's hosts to connect "
                 "to this port.",
                 *self._address,
                 self._main_host,

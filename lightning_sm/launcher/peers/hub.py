@@ -27,19 +27,19 @@ _LOOK_S = 0.1
 # Time between the last answer to other hosts and the end of ``Peers.close``.
 _CLOSE_S = 0.5
 _MAX_LOGGED_STRANGERS = 64
-# Maximum length of the reason in a log line about a stranger, who may influence its text.
+# Maximum length of the reason in a log line about an untrusted client, which may influence its text.
 _MAX_WHY_CHARS = 300
 
 
 class Hub(Peers):
-    """The hub of a job. All methods but the constructor run in the base class's thread.
+    """The hub of a job. All methods defined here, except the constructor, run in the base class's thread.
 
     Args:
         own: Name of this host.
         trainers: Names of all trainer hosts.
         data_hosts: Names of all data hosts.
-        address: Where to listen; None if there is no other host.
-        key: The key of the job.
+        address: Where to listen; None if there are no other hosts.
+        key: The job's key.
         timings: The limits and intervals of the communication.
         max_restarts: How often the scripts of the trainer hosts may be restarted.
 
@@ -69,7 +69,7 @@ class Hub(Peers):
         self._unreached_at = time.monotonic() + timings.unreached_s
         self._logged_strangers: set[tuple[str, str]] = set()
         self._is_closed = False
-        # Large enough for all hosts of a job, which connect at the same moment.
+        # Large enough for all hosts of a job, which may connect at the same time.
         self._backlog = 64 + len(trainers) + len(data_hosts)
         self._socket = None if address is None else socket.create_server(address, backlog=self._backlog)
 
@@ -96,7 +96,7 @@ class Hub(Peers):
                 server.close()
 
     def _look(self) -> None:
-        """Process this host's report, and time limits that have been reached."""
+        """Process this host's report and the time limits that have expired."""
         now, tracker = time.monotonic(), self._tracker
         tracker.heard(self._own, now)
         if self._report is not None:
@@ -142,11 +142,11 @@ class Hub(Peers):
                 answer = msgspec.structs.replace(answer, is_known=not self._uninformed())
                 writer.write(to_line(answer, self._key, mac_of(line)))
         except asyncio.CancelledError:
-            pass  # at the end of the event loop; asyncio in Python 3.11 would log the error with a traceback
+            pass  # raised when the event loop ends; asyncio in Python 3.11 would log the error with a traceback
         except Exception as error:  # noqa: BLE001 - bad input must end only this connection
             if not host:
                 address = str((writer.get_extra_info("peername") or ["a closed connection"])[0])
-                # Connection errors have a message, timeouts do not.
+                # Connection errors have a message, but timeouts do not.
                 self._log_stranger(address, str(error) or f"it sent no line within {_SILENCE_S:g} s")
         finally:
             if self._connections.get(host) is writer:

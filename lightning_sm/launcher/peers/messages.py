@@ -1,9 +1,9 @@
 """The messages between launchers: each asks the hub, on the main host, for the state of the job.
 
-A line consists of a MAC, made with the job's key, and JSON, which is checked against its type. The hub begins each
-connection with random text. The MAC of a request covers this text, and the MAC of an answer covers the MAC of its
+Each line consists of a MAC, computed with the job's key, and JSON, which is validated against its type. The hub begins
+each connection with random text. The MAC of a request covers this text, and the MAC of an answer covers the MAC of its
 request, so recorded messages cannot be replayed. The key is derived from the job's secret. In a job without a secret,
-it is derived from the job's name, and only separates jobs that share a network.
+it is derived from the job's name, and only keeps apart jobs that share a network.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _T = TypeVar("_T", bound=Struct)
 
 
 class Question(Struct, frozen=True):
-    """A host's sign of life and request for the state of the job.
+    """A host's regular request for the state of the job, which also shows that the host is alive.
 
     Attributes:
         host: Name of the host.
@@ -72,11 +72,11 @@ def peers_key(job_identity: str, env: Mapping[str, str]) -> bytes:
 
 
 def to_line(message: Struct, key: bytes, covered: bytes) -> bytes:
-    """Return the line of a message.
+    """Encode a message as a line.
 
     Args:
         message: The message.
-        key: The key of the job.
+        key: The job's key.
         covered: Additional input of the MAC: the hub's random text for a request, the MAC of the request for an answer.
     """
     text = encode(message)
@@ -84,7 +84,7 @@ def to_line(message: Struct, key: bytes, covered: bytes) -> bytes:
 
 
 def from_line(line: bytes, kind: type[_T], key: bytes, covered: bytes) -> _T:
-    """Return the message in a line; the arguments are those of ``to_line``.
+    """Return the message in a line that ``to_line`` made with the same ``key`` and ``covered``.
 
     Raises:
         ConnectionError: The line is incomplete, because the connection was closed or the line is too long.

@@ -1,7 +1,7 @@
 """The outcome of a job, derived from the states of its hosts. Rules without I/O.
 
-The main host's launcher keeps this record for the job. Events are ordered by the arrival of their messages there, so
-that no clocks are compared.
+The main host's launcher keeps this record for the job. Events are ordered by when their messages arrive there, so
+that no clocks need to be compared.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from lightning_sm._text import listed, shortened, times
 from lightning_sm.job.outcomes import MAX_REASON_CHARS, JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher import timeline
 
-# The cause of a failure may take a moment to pass, until memory is freed or a file server comes back.
+# The cause of a failure may last a while, for example until memory is freed or a file server comes back.
 _LONGEST_PAUSE_S = 30.0
-# Causes are cut to this length, to leave room for the job's reason.
+# Causes are truncated to this length, to leave room for the job's reason.
 _MAX_CAUSE_CHARS = 300
 # A launcher whose last update is this old was itself suspended, so the silence of other hosts means nothing.
 _SUSPENDED_S = 5.0
@@ -30,10 +30,10 @@ class Timings:
     Attributes:
         peers_timeout_s: How long a host whose script has exited waits for hosts that never connected.
         after_failure_s: How long to wait, after a failure, for hosts whose scripts still run.
-        lost_s: The silence after which a host is lost.
-        unreached_s: When a host logs that it has never reached the main host's launcher, and the main host logs which
-            hosts have never connected.
-        poll_s: The time between two requests of a host.
+        lost_s: How long a host may be silent before it counts as lost.
+        unreached_s: After how long a host logs that it has never reached the main host's launcher, and the main host
+            logs which hosts have never connected.
+        poll_s: The time between a host's requests.
     """
 
     peers_timeout_s: float = timeline.ABSENT_HOSTS_S
@@ -46,8 +46,8 @@ class Timings:
 class _HostPhase(Enum):
     ABSENT = "has not connected yet"
     RUNNING = "its script runs"
-    ENDED = "has reported how its script ended"
-    LOST = "has given no sign of life for too long"
+    ENDED = "has reported how its script exited"
+    LOST = "has been silent for too long"
 
 
 @dataclass
@@ -64,10 +64,10 @@ class Restart:
 
     Attributes:
         number: The number of this restart of the job, from 1.
-        most: The largest permitted number of restarts.
+        most: The maximum number of restarts.
         kind: The outcome of the script that failed first since the last start.
         cause: The failure of that script, in one line.
-        may_start: Whether all scripts have exited, and the pause that follows is over.
+        may_start: Whether all scripts have exited and the subsequent pause is over.
     """
 
     number: int
@@ -111,7 +111,7 @@ def pause_s(number: int) -> float:
 
 
 class JobOutcomeTracker:
-    """The record of a job's hosts. All times are in seconds, by the main host's clock.
+    """The record of a job's hosts. All times are in seconds, on the main host's clock.
 
     Args:
         trainers: Trainer hosts, whose success or failure decides the job's.
@@ -166,7 +166,7 @@ class JobOutcomeTracker:
         return self.job_outcome is None and self._pending is not None
 
     def heard(self, name: str, now: float) -> None:
-        """Note a sign of life; a lost host that gives one before the job is over is awaited again."""
+        """Note that a host is alive; a lost host that is heard from before the job is over is awaited again."""
         host = self._hosts[name]
         host.heard_at = now
         if host.state in (_HostPhase.ABSENT, _HostPhase.LOST):
@@ -180,7 +180,7 @@ class JobOutcomeTracker:
         Args:
             name: Name of the host.
             outcome: The outcome of its script.
-            now: The time.
+            now: The current time.
             attempt: How many restarts of the job preceded this start of the script; relevant for trainer hosts only.
         """
         host, is_trainer = self._hosts[name], name in self._trainers
@@ -232,7 +232,7 @@ class JobOutcomeTracker:
         self._pending = _Pending(self.restart, failure, now)
 
     def _continue_restart(self, pending: _Pending, now: float) -> None:
-        """When all scripts have exited, start them again after a pause; fail the job if one does not exit."""
+        """Start all scripts again, after a pause, once they have exited; fail the job if one does not exit in time."""
         states = {host.state for host in self._trainers.values()}
         if states == {_HostPhase.ENDED}:
             if now - self._changed_at >= pause_s(pending.restart.number):
@@ -278,7 +278,7 @@ class JobOutcomeTracker:
             if early and job_outcome.kind is not OutcomeKind.INTERRUPTION:
                 # Ranks that exit in the middle of training make others fail, with errors that do not name the ranks
                 # that exited.
-                notes.append(f"Before, the script had exited with code 0 on: {listed(early)}.")
+                notes.append(f"The script had already exited with code 0 on: {listed(early)}.")
             # SageMaker limits the number of characters, so cut the end of the reason rather than the notes.
             end = "".join(f"\n{note}" for note in notes)
             text = job_outcome.reason.text[: MAX_REASON_CHARS - len(end)] + end

@@ -1,7 +1,6 @@
 """A launcher's connection to the job's other launchers, for reporting outcomes and learning the state of the job.
 
-A thread communicates with the others; it belongs to the ``Hub`` on the main host, and to a ``Client`` on any other
-host.
+A thread does the communication, in a ``Hub`` on the main host and in a ``Client`` on every other host.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Peers:
-    """The other launchers of a job, as a context manager. This base class serves a host without others.
+    """The other launchers of a job, as a context manager. This base class is for a host that connects to no others.
 
     Args:
         own: Name of this host.
@@ -29,14 +28,14 @@ class Peers:
 
     Attributes:
         job_outcome: The outcome of the job; None until this host knows it.
-        order: The last restart of the job that was ordered; None if there was none.
+        order: The last restart that was ordered; None if there was none.
         is_alone: Whether this launcher never connects to others.
         is_decided: Whether all hosts know the job's outcome; the main host also allows late hosts some time to learn
             it.
         is_done: Whether there is nothing more to learn: the script of each trainer host has exited or the host is
             lost, or nobody answers.
         is_main_host_there: Whether the main host's launcher answers; always False on the main host.
-        awaited: Hosts that this one is waiting for, for messages.
+        awaited: The hosts that this one is waiting for, named in messages.
     """
 
     def __init__(self, own: str, timings: Timings) -> None:
@@ -72,10 +71,10 @@ class Peers:
         self._report, self._reported_at = (attempt, outcome), time.monotonic()
 
     def close(self) -> None:
-        """Send the last report if there is a connection, then release the port and all connections."""
+        """Send the last report if there is a connection, then release the port and close all connections."""
         self._closing.set()
         if self._thread.is_alive():
-            # A thread that is resolving a name cannot be interrupted. Abandon it: a daemon exits with the process.
+            # A thread that is resolving a name cannot be interrupted. Abandon it: daemon threads end with the process.
             self._thread.join(timeline.LAST_REPORT_S)
 
     def _run(self) -> None:

@@ -1,1 +1,1 @@
-"""The interface of sagemaker-training for scripts: environment variables, and the SDK's ``distribution``."""
+"""The interface that sagemaker-training offers to scripts: environment variables, and the SDK's ``distribution``."""

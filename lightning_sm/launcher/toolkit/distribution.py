@@ -1,4 +1,4 @@
-"""The meaning of the SageMaker SDK's ``distribution={...}`` for this launcher.
+"""How this launcher interprets the SageMaker SDK's ``distribution={...}``.
 
 The SDK turns it into hyperparameters, which tell sagemaker-training to start the ranks with mpirun, torchrun or another
 library. Here, they only set the number of ranks per trainer host: the launcher starts the ranks itself.
@@ -45,7 +45,7 @@ def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
     split = requested_model_parallelism(job.hyperparameters)
     if split is not None:
         _LOG.info(
-            "%s. This is %s here, with SageMakerCLI, SageMakerTrainer, and a Trainer whose strategy has this name.",
+            "%s. Here, this becomes %s with SageMakerCLI, SageMakerTrainer, or a Trainer whose strategy has this name.",
             split.source,
             split,
         )
@@ -88,7 +88,7 @@ def exported_variables(job: SageMakerJob, topology: Topology) -> dict[str, str]:
                 variables["NCCL_DEBUG"] = next(words, "")
             elif word == "-x":
                 variable, is_set, value = next(words, "").partition("=")
-                if is_set:  # otherwise, -x passes on a variable that the script has anyway
+                if is_set:  # otherwise, -x passes on a variable that the script inherits anyway
                     variables[variable] = value
     if variables:
         _LOG.info("setting %s from custom_mpi_options, whose other options only concern mpirun.", ", ".join(variables))
@@ -107,7 +107,7 @@ def _check_groups(names: Any, topology: Topology) -> None:
         raise TopologyError(
             f"distribution={{...}} names the instance groups {names} ({_GROUPS}), but the training groups are "
             f"{training}, and the data groups {data}.\n{topology.table()}\nSet distribution's instance_groups to the "
-            f"training groups, leave it out, or choose the data groups by {DATA_GROUPS.name}=name,name (empty: none)."
+            f"training groups, leave it out, or choose the data groups with {DATA_GROUPS.name}=name,name (empty: none)."
         )
 
 

@@ -20,7 +20,7 @@ from lightning_sm.job.facts import SageMakerJob
 _LOG = command_logger(__name__)
 
 _PREFIX = "sagemaker_"
-# Hyperparameters that the toolkit keeps from scripts although they lack its prefix (params.SAGEMAKER_HYPERPARAMETERS).
+# Hyperparameters that the toolkit hides from scripts although they lack its prefix (params.SAGEMAKER_HYPERPARAMETERS).
 _NOT_FOR_SCRIPTS = ("_tuning_objective_metric", "default_user_module_name")
 # Hyperparameters that are not framework parameters although they have the prefix.
 _OWN = (
@@ -34,7 +34,7 @@ _OWN = (
 )
 _SINGLE_GROUP = "homogeneousCluster"
 _INFO = 20
-# Linux, MAX_ARG_STRLEN: the limit for "NAME=value" with its zero byte. If a variable is longer, no process starts.
+# Linux's MAX_ARG_STRLEN: the limit for "NAME=value" and its zero byte. With a longer variable, no process can start.
 _MAX_BYTES = 128 * 1024
 
 
@@ -45,7 +45,7 @@ def toolkit_variables(
 
     Args:
         job: The job.
-        entry_point: Name of the script, as the user gave it.
+        entry_point: Name of the script, as given by the user.
         args: Arguments of the script. (The toolkit formats them differently.)
         env: Environment variables.
 
@@ -101,7 +101,7 @@ def _facts(
 ) -> dict[str, Any]:
     """Return the properties of the toolkit's ``Environment``, except those that only its launchers use."""
     base = job.base_dir
-    groups = {group["instance_group_name"]: group for group in resources.get("instance_groups") or []}  # local: none
+    groups = {group["instance_group_name"]: group for group in resources.get("instance_groups") or []}  # none locally
     current = resources.get("current_group_name", _SINGLE_GROUP)
     return {
         "current_host": job.current_host,

@@ -1,7 +1,7 @@
-"""``python -m lightning_sm.launcher.user_code.archive ADDRESS FOLDER``: fetch an archive of code and unpack it.
+"""``python -m lightning_sm.launcher.user_code.archive ADDRESS FOLDER``: fetch and unpack a code archive.
 
 If this fails, the exit code is 2, and the last line of stderr gives the reason. A separate process does the work, so
-that the launcher can kill it at any moment and does not have to import boto3.
+that the launcher can kill it at any time and does not have to import boto3.
 
 ``sagemaker_training.files.download_and_extract`` does the same, but keeps the image's code if the folder is not empty,
 skips unsafe members with a warning, and has no timeout.
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from lightning_sm.errors import ScriptError
 
-# A network without a route to S3 never answers, so fail after one minute rather than five.
+# Without a route to S3, every attempt to connect times out. With this limit, that takes one minute rather than five.
 _CONNECT_S = 10
 _USAGE_EXIT_CODE = 2
 
@@ -50,13 +50,13 @@ def _download(address: str, path: Path, env: Mapping[str, str]) -> None:
     key = parts.path.lstrip("/")
     if parts.scheme != "s3" or not bucket or not key:
         raise ScriptError(f"The code's address is {address!r}; expected s3://bucket/key of a tar archive, or a folder.")
-    try:  # images have boto3 (it comes with sagemaker-training), laptops may not
+    try:  # images have boto3 (it comes with sagemaker-training), but laptops may not
         import boto3.exceptions  # noqa: PLC0415
         import botocore.config  # noqa: PLC0415
         import botocore.exceptions  # noqa: PLC0415
     except ImportError as error:
         raise ScriptError(
-            f"The code of the job is in S3, but boto3 is not installed in the image ({error}). Install boto3 there."
+            f"The job's code is in S3, but boto3 is not installed in the image ({error}). Install boto3 there."
         ) from error
     try:
         # boto3 ignores AWS_REGION, which SageMaker sets.
@@ -68,11 +68,11 @@ def _download(address: str, path: Path, env: Mapping[str, str]) -> None:
         client.download_file(bucket, key, str(path))
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, boto3.exceptions.Boto3Error) as error:
         raise ScriptError(
-            f"Cannot fetch the code of the job, {address}: {error}. Check that the job's role has s3:GetObject, and "
+            f"Cannot fetch the job's code, {address}: {error}. Check that the job's role has s3:GetObject, and "
             "that its network can reach S3 (a VPC needs an endpoint)."
         ) from error
     except OSError as error:
-        raise ScriptError(f"Cannot write the code of the job, {address}, to {path.parent}: {error}.") from error
+        raise ScriptError(f"Cannot write the job's code, {address}, to {path.parent}: {error}.") from error
 
 
 def _extract(path: Path, address: str, folder: Path) -> None:
@@ -80,7 +80,7 @@ def _extract(path: Path, address: str, folder: Path) -> None:
         with tarfile.open(path, "r:*") as archive:
             archive.extractall(folder, filter="data")
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise ScriptError(f"Cannot unpack the code of the job, {address}, into {folder}: {error}.") from error
+        raise ScriptError(f"Cannot unpack the job's code, {address}, into {folder}: {error}.") from error
 
 
 def main() -> int:

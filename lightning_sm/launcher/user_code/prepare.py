@@ -28,7 +28,7 @@ class Stopped(Exception):  # noqa: N818 - not an error
 
 
 class Preparation:
-    """The steps before the script, each in a process that is stopped when the host is told to stop.
+    """The steps before the script starts, each in a process that is terminated when the host is told to stop.
 
     Args:
         child: The runner of these processes.
@@ -45,11 +45,11 @@ class Preparation:
         self._is_protected = INSTALL_REQUIREMENTS.read(env) is not Install.UNPROTECTED
 
     def fetch(self, submission: Submission, job: SageMakerJob) -> Path:
-        """Fetch and unpack the code of the job.
+        """Fetch and unpack the job's code.
 
         Returns:
             The folder with the code: the submitted folder or, for an archive, ``/opt/ml/code`` if that is empty. If it
-            holds code of the image, or of an earlier job in the container, a new folder is used for the archive.
+            already holds code from the image or from an earlier job, the archive is unpacked into a new folder.
 
         Raises:
             ScriptError: The code cannot be fetched or unpacked.
@@ -60,7 +60,7 @@ class Preparation:
             return folder
         address = submission.address
         folder = _empty_folder(job)
-        _LOG.info("unpacking the code of the job, %s (%s), into %s.", address, submission.origin, folder)
+        _LOG.info("unpacking the job's code, %s (%s), into %s.", address, submission.origin, folder)
         command = [sys.executable, "-m", "lightning_sm.launcher.user_code.archive", address, str(folder)]
         # Start Python in a folder without modules: it imports from its working directory first.
         exit_code = self._run(command, f"fetching {address}", Path("/"))
@@ -127,7 +127,7 @@ def unpacked(submission: Submission) -> Path | None:
     if Path(address).is_dir():
         return Path(address).absolute()
     raise ScriptError(
-        f"{submission.origin} says that the code is at {address!r}, but there is neither a folder nor a file."
+        f"{submission.origin} says that the code is at {address!r}, but there is neither a folder nor a file there."
     )
 
 

@@ -1,4 +1,4 @@
-"""The installation of the user's requirements by pip, without replacing the image's core packages."""
+"""The installation of the user's requirements with pip, without replacing the image's core packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_sm.launcher.user_code.script import Script
 _LOG = command_logger(__name__)
 
 _FILE = "requirements.txt"
-# The packages that an image is built around: pip must keep their versions. Pip may install any supported version of
+# The packages that an image is built around: pip must keep their versions, but may install any supported version of
 # lightning_sm's other dependencies.
 _PINNED = ("lightning-sm", "torch", "torchvision", "torchaudio", "pytorch-lightning", "lightning")
 _MAX_REASON_CHARS = 600
@@ -44,7 +44,7 @@ def is_wanted(script: Script, env: Mapping[str, str]) -> bool:
     elif setting is Install.IF_SUBMITTED and script.submitted is None:
         why_not = f"it did not come with the job (set {INSTALL_REQUIREMENTS.name}=1 to install it)"
     if why_not:
-        _LOG.info("not installing %s of %s: %s.", _FILE, script.source_dir, why_not)
+        _LOG.info("not installing %s from %s: %s.", _FILE, script.source_dir, why_not)
     return not why_not
 
 
@@ -55,13 +55,13 @@ def constraints() -> list[str]:
 
 
 def command(constraints_file: Path | None) -> list[str]:
-    """Return the command that runs pip in the folder of the code, with all output on stderr, which the launcher keeps.
+    """Return the command that runs pip in the code's folder, and sends all output to stderr, which the launcher keeps.
 
     Args:
         constraints_file: A file with the lines of ``constraints``; None if pip may replace the image's packages.
     """
-    # Keep modules of the code from shadowing Python's. -P does not affect builds of packages, which may import the
-    # code's modules.
+    # Keep the user's modules from shadowing Python's. -P does not affect package builds, which may import the user's
+    # modules.
     python = [sys.executable, "-P" if sys.version_info >= (3, 11) else "-I"]
     options = ["--disable-pip-version-check", "--no-input", "--root-user-action=ignore", "-r", _FILE]
     if constraints_file is not None:
@@ -70,12 +70,12 @@ def command(constraints_file: Path | None) -> list[str]:
 
 
 def failure(output: str, exit_code: int, directory: Path, *, is_protected: bool) -> str:
-    """Return pip's error message, and what to do.
+    """Return pip's error message, followed by advice if the cause is known.
 
     Args:
-        output: What pip wrote.
-        exit_code: Its exit code.
-        directory: Folder of the code.
+        output: The output of pip.
+        exit_code: The exit code of pip.
+        directory: The code's folder.
         is_protected: Whether pip had to keep the versions of the image's packages.
     """
     found = _ERROR.search(output)
@@ -96,7 +96,7 @@ def _needed() -> Iterator[str]:
     """Yield the declared dependencies of lightning_sm, without extras, which pip rejects in constraints."""
     try:
         declared = importlib.metadata.requires("lightning-sm") or []
-    except importlib.metadata.PackageNotFoundError:  # lightning_sm runs from its sources
+    except importlib.metadata.PackageNotFoundError:  # lightning_sm is not installed, but runs from source
         return
     for requirement in declared:
         specifier, marker, _ = requirement.partition(";")

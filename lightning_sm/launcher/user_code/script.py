@@ -11,7 +11,7 @@ from lightning_sm.errors import ScriptError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.hyperparameters import unquoted
 
-# The address that SDK v2's local_code mode writes, whatever the base folder is.
+# The address that SDK v2's local_code mode sets, regardless of the base folder.
 _CONTAINER_CODE_DIR = Path("/opt/ml/code")
 
 
@@ -20,9 +20,9 @@ class Program:
     """The name of the script to run.
 
     Attributes:
-        name: Path, relative to the code.
-        origin: Where it was named, for messages.
-        is_entry_point: Whether the job names it as a file of the job's code.
+        name: Path of the script, relative to the folder of its code.
+        origin: Where the script was named, for messages.
+        is_entry_point: Whether the job named it as a file in the job's own code.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Submission:
 
     Attributes:
         address: ``s3://bucket/key`` of a tar archive, or the path of a folder or an archive.
-        origin: Where it was named, for messages.
+        origin: Where the address was given, for messages.
     """
 
     address: str
@@ -81,12 +81,12 @@ class Script:
 def find_program(script: str | None, job: SageMakerJob, env: Mapping[str, str]) -> Program:
     """Return the script to run.
 
-    The job's ``entry_point=`` (a hyperparameter) takes precedence over ``SAGEMAKER_PROGRAM``, with which an image names
-    its script. In sagemaker-training, the image silently wins.
+    The job's ``entry_point=`` (a hyperparameter) takes precedence over ``SAGEMAKER_PROGRAM``, which an image sets to
+    name its script. In sagemaker-training, the image silently wins.
 
     Args:
-        script: The script that the command line names, if any.
-        job: The job, for its hyperparameters.
+        script: The script named on the command line, if any.
+        job: The job, whose hyperparameters may name a script.
         env: Environment variables.
 
     Raises:
@@ -107,9 +107,9 @@ def find_program(script: str | None, job: SageMakerJob, env: Mapping[str, str]) 
 
 
 def find_submission(job: SageMakerJob, env: Mapping[str, str]) -> Submission | None:
-    """Return the address of the code that came with the job, if any.
+    """Return the code that came with the job, if any.
 
-    A folder in the variable ``SAGEMAKER_SUBMIT_DIRECTORY`` is part of the image.
+    If the variable ``SAGEMAKER_SUBMIT_DIRECTORY`` names a folder, that code is part of the image, and is not returned.
     """
     address = unquoted(job.hyperparameters.get("sagemaker_submit_directory"))
     if address:
@@ -127,12 +127,12 @@ def find_script(program: Program, job: SageMakerJob, env: Mapping[str, str], sub
 
     Args:
         program: The script's name.
-        job: The job, for the folders of the container.
+        job: The job, which defines the container's folders.
         env: Environment variables.
         submitted: The folder of the code that came with the job, if any.
 
     Raises:
-        ScriptError: The script does not exist, or cannot be started.
+        ScriptError: The script does not exist or cannot be started.
     """
     folders = _folders(program, job, env, submitted)
     for folder in folders:
@@ -165,9 +165,9 @@ def _folders(program: Program, job: SageMakerJob, env: Mapping[str, str], submit
 
 
 def _interpreter(path: Path) -> tuple[str, ...]:
-    """Return the interpreter of a file: Python, the one named in its first line, sh, or none for a program.
+    """Return the command that interprets a file: Python, the one in its first line, or sh; empty for a binary.
 
-    The kernel cannot do this, because files from an archive or in a mounted folder may not be executable.
+    The kernel cannot choose it, because files from an archive or in a mounted folder may not be executable.
     """
     if path.suffix == ".py":
         return _PYTHON
@@ -177,7 +177,7 @@ def _interpreter(path: Path) -> tuple[str, ...]:
     except OSError as error:
         raise ScriptError(f"The training script {path} cannot be read: {error.strerror}.") from error
     if first.startswith(b"#!"):
-        words = first[2:].decode("utf-8", errors="replace").strip().split(None, 1)  # at most one argument, as in Linux
+        words = first[2:].decode("utf-8", errors="replace").strip().split(None, 1)  # at most one argument, as on Linux
         if words:
             return tuple(words)
     if path.suffix == ".sh":

@@ -12,7 +12,7 @@ from lightning_sm.training.cluster_checks import check_num_nodes
 
 
 class EveryHost(UnlistedCallback):
-    """A callback that checks the number of hosts of a ``Trainer`` or ``Fabric`` before the first step.
+    """A callback that checks how many hosts a ``Trainer`` or ``Fabric`` spans, before the first step.
 
     With ``num_nodes=1``, the usual default of scripts and of LightningCLI, each host would train a separate model.
     Nothing would fail, and the job's result would be the model of one host.
@@ -25,7 +25,7 @@ class EveryHost(UnlistedCallback):
         self._topology = topology
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check a fit. Other stages may run on one host: Lightning recommends testing on one device.
+        """Check the hosts of a fit. Other stages may run on one host: Lightning recommends testing on one device.
 
         Raises:
             TopologyError: The fit spans fewer or more hosts than the job has trainer hosts.
@@ -34,7 +34,7 @@ class EveryHost(UnlistedCallback):
             self._check("Trainer", trainer.strategy)
 
     def on_after_setup(self, fabric: Fabric, module: Any) -> None:
-        """Check a ``Fabric`` that has set up a model.
+        """Check the hosts of a ``Fabric`` once it has set up a model.
 
         Raises:
             TopologyError: Fabric spans fewer or more hosts than the job has trainer hosts.
@@ -46,7 +46,7 @@ class EveryHost(UnlistedCallback):
         alone = ": each of these hosts would train a model of its own, on all samples" if num_nodes == 1 else ""
         advice = (
             f"Set num_nodes={self._topology.num_nodes}. SageMakerCLI in place of LightningCLI, SageMakerTrainer and "
-            f"SageMakerFabric set it in every job. If each host is to train apart, set {SEPARATE_HOSTS.name}=1 in the "
-            "environment of the job."
+            f"SageMakerFabric set it in every job. To train separately on each host, set {SEPARATE_HOSTS.name}=1 in "
+            "the job's environment."
         )
         check_num_nodes(num_nodes, self._topology, f"{name}(num_nodes={num_nodes})", advice, alone)

@@ -29,9 +29,9 @@ class FailingRank(UnlistedCallback):
     from saving one, because ``SpotCheckpoint`` has already done so.
 
     ``sys.exit`` in one of several ranks is reported like an exception. When a failed rank exits, it does not destroy
-    the process group, because that would wait for the other ranks.
+    the process group, because it would have to wait for the other ranks.
 
-    This callback must be the first with ``on_exception``. ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every
+    This must be the first callback that has ``on_exception``. ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every
     job.
     """
 

@@ -17,7 +17,7 @@ class Heartbeat(UnlistedCallback):
     saves a checkpoint, and for any length of time at the end of an epoch or a validation.
 
     This callback must come before the user's callbacks, so that it reports the end of an epoch or a validation before
-    those start their work. ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
+    they start their work. ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Heartbeat(UnlistedCallback):
         self._beat(trainer, Phase.TRAINING if self._is_compiled else Phase.FIRST_STEP)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Report the end of a step, and that this rank waits for the next batch."""
+        """Report that a step has ended, and that this rank is waiting for the next batch."""
         self._is_compiled = True
         self._trained_epoch = trainer.current_epoch + 1
         self._beat(trainer, Phase.WAITING_FOR_BATCH)
@@ -65,7 +65,7 @@ class Heartbeat(UnlistedCallback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Report that a checkpoint is being saved, except after a fit, when the script may run for any length of time.
 
-        A failed rank has already reported its failure, which must not be overwritten.
+        A failed rank has already reported its failure, and must not overwrite that report.
         """
         if not (trainer.state.finished or trainer.interrupted):
             self._beat(trainer, Phase.SAVING)

@@ -39,7 +39,7 @@ class LineProgress(UnlistedProgressBar):
     - ``memory_gb`` is the peak GPU memory of rank 0 or, without a GPU, the memory of its process, in 10^9 bytes.
 
     Args:
-        every_n_seconds: Minimum time between two lines of an epoch, in seconds.
+        every_n_seconds: Minimum time between two lines within an epoch, in seconds.
     """
 
     def __init__(self, every_n_seconds: float = 10.0) -> None:
@@ -86,7 +86,7 @@ class LineProgress(UnlistedProgressBar):
         self._log(trainer, f"{self._epoch(trainer)} step={trainer.global_step}", **self._rates(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the metrics, unless the epoch ends now, because the epoch's line contains them."""
+        """Log the metrics, unless the epoch ends now, because the epoch's line will contain them."""
         if trainer.state.fn == "validate":
             self._log(trainer, "validation")
         elif trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -170,7 +170,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def own_progress(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return a LineProgress to add; if the user has another progress bar, return none and log what the job lacks.
+    """Return the LineProgress to add, if any; if the user has another progress bar, log what the job then lacks.
 
     Args:
         callbacks: All of the user's callbacks.

@@ -34,12 +34,12 @@ _SETS_LOADERS = "_load_combined_loader_states"
 
 
 class LocalPosition(Callback):
-    """A callback that resumes in the middle of an epoch, with the batch and the random numbers that would come next.
+    """A callback that resumes in the middle of an epoch, with the batch and random numbers that would have come next.
 
-    For each rank, every checkpoint holds the random states that the rank's loaders drew the orders of their samples
-    from, and the random state after the last step. So these orders, and the random numbers of the training process
-    (for dropout, or augmentation without workers) and of data hosts, equal those of an uninterrupted run. Only the
-    workers of a local DataLoader draw other random numbers. Finished batches are not loaded again.
+    For each rank, every checkpoint holds the random states from which the rank's loaders drew their sample orders, and
+    the random state after the last step. So these orders, and the random numbers of the training process (for dropout,
+    or augmentation without workers) and of data hosts, are those of an uninterrupted run. Only the workers of a local
+    DataLoader draw different random numbers. Finished batches are not loaded again.
 
     Streams (loaders of an ``IterableDataset``) resume on data hosts, whose workers read the finished batches again.
     This requires the same ``num_workers``, batch size and number of ranks. Other streams restart, with a warning,
@@ -72,7 +72,7 @@ class LocalPosition(Callback):
             self._step_state = self._num_done = None
             self._has_trained = False
             own: Any = trainer.fit_loop._load_combined_loader_states
-            if getattr(own, "func", None) != self._before_first_batch:  # of an earlier fit
+            if getattr(own, "func", None) != self._before_first_batch:  # equal if an earlier fit set it
                 vars(trainer.fit_loop)[_SETS_LOADERS] = partial(self._before_first_batch, trainer, own)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -117,10 +117,10 @@ class LocalPosition(Callback):
                 begin_at(loader, replace(IteratorPosition(**state["iterator"]), num_batches=0, ends={}))
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Set the progress and the random numbers of a resumed run to its position."""
+        """Restore the progress and the random state of a resumed run."""
         fit_loop = trainer.fit_loop
         if self._num_done is None and _num_done_in_epoch(fit_loop) is not None:
-            # Code read ``estimated_stepping_batches``, so iteration started before Lightning restored the progress.
+            # Code has read ``estimated_stepping_batches``, so iteration started before Lightning restored the progress.
             # Start it again.
             fit_loop._load_combined_loader_states()
             iter(fit_loop._data_fetcher)
@@ -130,7 +130,7 @@ class LocalPosition(Callback):
             _set_num_done(fit_loop.epoch_loop, self._num_done)
         step_state = self._saved(trainer).get("step")
         self._loaded, self._has_trained = None, True
-        # Includes loaders on data hosts without workers: they run their samplers in this process for each batch.
+        # This includes loaders without workers on data hosts: they run their samplers in this process for each batch.
         self._loads_in_process = any(
             isinstance(loader, DataLoader) and loader.num_workers == 0 for loader in _all_loaders(trainer)
         )
@@ -145,24 +145,24 @@ class LocalPosition(Callback):
         # for the next epoch.
         is_at_end = epoch_loop.restarted_on_train_batch_end and epoch_loop.batch_progress.is_last_batch
         if is_at_end and fit_loop.restarted_mid_epoch and trainer.num_training_batches == math.inf:
-            # Restart Lightning's count of batches, which would otherwise continue without a length.
+            # Reset Lightning's count of batches, which would otherwise continue, because the length is unknown.
             _set_num_done(epoch_loop, 0)
         is_within = (fit_loop.restarted_mid_epoch and not is_at_end) or fit_loop.restarted_on_epoch_end
         # If an earlier, higher limit let more batches finish than this run allows, Lightning restarts the epoch.
         is_beyond = self._num_done is not None and self._num_done >= trainer.num_training_batches
         if is_resumed and (is_beyond or not is_within):
-            # A new epoch starts, but its orders were drawn before any hook could restore the random state. Draw again.
+            # A new epoch starts, but its orders were drawn before any hook could restore the random state. Redraw them.
             vars(fit_loop)["advance"] = partial(self._begin_epoch, trainer)
         self._step_state = RandomState.now()
 
     def _begin_epoch(self, trainer: Any) -> None:
-        """Restart the iterators after the hooks at the start of the epoch, when an uninterrupted run starts them."""
+        """Restart the iterators after the epoch-start hooks, which is when an uninterrupted run starts them."""
         vars(trainer.fit_loop).pop("advance")
         _restart_iterators(trainer, self._loaders)
         trainer.fit_loop.advance()
 
     def _saved(self, trainer: Trainer, rank: int | None = None) -> dict[str, Any]:
-        """Return the saved state of a rank (by default, this one), or of another rank if fewer saved; else {}."""
+        """Return the saved state of a rank (by default, this one), or of another if fewer ranks saved, or else {}."""
         ranks: list[dict[str, Any]] = [{}] if self._loaded is None else self._loaded["ranks"]
         return ranks[(trainer.global_rank if rank is None else rank) % len(ranks)]
 
@@ -188,7 +188,7 @@ class LocalPosition(Callback):
             The corresponding number of batches for each rank of this run.
 
         Raises:
-            ResumeError: The ranks have changed, and the rest of the epoch is unknown.
+            ResumeError: The ranks have changed, and the rest of the epoch cannot be determined.
         """
         # Silence Lightning's warning: this method positions the loaders, or warns about each loader that it cannot
         # position.
@@ -200,7 +200,7 @@ class LocalPosition(Callback):
             before = now
         now_done = _converted(num_done, loaders, before, now)
         is_changed = any(None not in (old, new) and old != new for old, new in zip(before, now, strict=True))
-        # Samplers that split one order between ranks draw the same numbers on each rank, so use the state of rank 0.
+        # Samplers that split one order among ranks draw the same numbers on each rank, so use the state of rank 0.
         states = self._restore_orders(trainer, 0 if is_changed else None)
         is_cycle = trainer.fit_loop._combined_loader._mode == "max_size_cycle"
         resumed = []
@@ -249,10 +249,10 @@ class LocalPosition(Callback):
         self._step_state = RandomState.now()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the loaders' own samplers back; if the fit had already ended and did not train, restore the fit's state.
+        """Restore the loaders' own samplers; if the fit had already ended and did not train, also its random state.
 
-        With the restored state, the script continues as after the earlier fit. The samplers must be back for
-        ``predict``, because Lightning then rebuilds a loader from its parts.
+        With that state, the script continues as it did after the earlier fit. ``predict`` needs the loaders' own
+        samplers, because Lightning then rebuilds a loader from its parts.
         """
         step_state = None
         if self._loaded is not None:
@@ -303,9 +303,9 @@ def _recorded(trainer: Trainer) -> _Loaders:
 def _saved_order(trainer: Trainer, loader: DataLoader[Any], order: _RecordedOrder | None) -> dict[str, Any]:
     """Return the position of a loader, as values that ``torch.load(weights_only=True)`` accepts.
 
-    The position consists of the random states that the loader drew its order from, and its generator's state. For a
-    loader with workers on data hosts, it includes the position of the iterator, and the index within the epoch
-    of the iterator's first batch.
+    The position consists of the random states from which the loader drew its order, and its generator's state. For a
+    loader with workers on data hosts, it also includes the iterator's position, and the index of the iterator's first
+    batch within the epoch.
     """
     drawn_with, generator = (None, None) if order is None else order.drawn()
     iterator = _iterator_of(trainer, loader)
@@ -325,7 +325,7 @@ def _num_done_in_epoch(fit_loop: Any) -> int | None:
 
 
 def _iterator_of(trainer: Any, loader: DataLoader[Any]) -> tuple[IteratorPosition, int] | None:
-    """Return the position of a loader's iterator on data hosts, and the index within the epoch of its first batch."""
+    """Return the position of a loader's iterator on data hosts, and the index of its first batch within the epoch."""
     position, fit_loop = position_of(loader), trainer.fit_loop
     if position is None:
         return None
@@ -341,9 +341,9 @@ def _num_done_in_cycle(loader: DataLoader[Any], num_done: int) -> int:
 
 
 def _restart_iterators(trainer: Any, loaders: _Loaders) -> None:
-    """Restart the iterators of loaders, which started before any hook and before the samplers' ``set_epoch`` ran.
+    """Restart the loaders' iterators, which were started before any hook or the samplers' ``set_epoch`` ran.
 
-    Do not restart the iterators of other loaders: a stream may be readable only once, and a stateful loader has just
+    The iterators of other loaders are not restarted: a stream may be readable only once, and a stateful loader has just
     loaded its state.
     """
     fit_loop = trainer.fit_loop
@@ -364,14 +364,14 @@ def _restart_iterators(trainer: Any, loaders: _Loaders) -> None:
 
 @dataclass(frozen=True)
 class _Share:
-    """The way in which ranks share the data of a loader.
+    """How ranks share a loader's data.
 
     Attributes:
-        num_ranks: Number of ranks with different samples.
+        num_ranks: Number of ranks that get different samples.
         batch_size: Number of samples in a rank's batch; None if the user's batch sampler decides.
         sampler: Class name of the sampler.
-        is_split: Whether the sampler is a DistributedSampler, which splits one order between the ranks.
-        num_workers: Workers per rank for a stream on data hosts, else 0.
+        is_split: Whether the sampler is a DistributedSampler, which splits one order among the ranks.
+        num_workers: Number of workers per rank for a stream on data hosts, else 0.
     """
 
     num_ranks: int
@@ -415,11 +415,11 @@ def _converted(num_done: int, loaders: list[Any], before: list[_Share | None], n
     Args:
         num_done: Number of finished batches.
         loaders: The loaders.
-        before: How ranks shared the loaders' data in the checkpoint's run.
+        before: How ranks shared the loaders' data in the run that saved the checkpoint.
         now: How ranks share the loaders' data in this run.
 
     Raises:
-        ResumeError: The rest of the epoch is unknown.
+        ResumeError: The rest of the epoch cannot be determined.
     """
     converted = {
         (num_done, 0) if old == new else _divided(num_done, _name(loader), old, new)
@@ -473,7 +473,7 @@ def _divided(num_done: int, name: str, old: _Share, new: _Share) -> tuple[int, i
 
 
 def _set_num_done(epoch_loop: Any, num_done: int) -> None:
-    """Set Lightning's count of the epoch's finished batches."""
+    """Set Lightning's count of finished batches in the epoch."""
     progress = epoch_loop.batch_progress.current
     difference = num_done - progress.processed
     for name in ("ready", "started", "processed", "completed"):
@@ -481,10 +481,10 @@ def _set_num_done(epoch_loop: Any, num_done: int) -> None:
 
 
 class _DrawnWith(NamedTuple):
-    """The random states that a sampler drew an order from.
+    """The random states from which a sampler drew an order.
 
     Attributes:
-        at_iter: The state before the call of ``__iter__``, during which some samplers draw.
+        at_iter: The state before the call to ``__iter__``, during which some samplers draw.
         at_first: The state before the request for the first item, during which samplers draw if ``__iter__`` is a
             generator function.
     """
@@ -494,7 +494,7 @@ class _DrawnWith(NamedTuple):
 
 
 class _RecordedOrder:
-    """A wrapper for a loader's sampler that records the random states it draws an order from, and can skip items.
+    """A wrapper for a loader's sampler that records the random states behind each order, and can skip items.
 
     All other attributes are delegated to the sampler: Lightning and users read some of them, such as ``sampler``.
     """
@@ -509,7 +509,7 @@ class _RecordedOrder:
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> _RecordedOrder:
-        """Return the wrapper in a loader, and insert one if needed."""
+        """Return a loader's wrapper, inserting one if needed."""
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if isinstance(sampler, cls):
             return sampler
@@ -532,18 +532,18 @@ class _RecordedOrder:
                 sampler.set_epoch(epoch)
 
     def drawn(self) -> tuple[_DrawnWith | None, torch.Tensor | None]:
-        """Return the random states that the last order was drawn from, and the generator's state."""
+        """Return the random states from which the last order was drawn, and the generator's state."""
         return self._drawn_with, None if self._generator is None else self._generator.get_state()
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the generator's state, and the random states that another run drew its last order from."""
+        """Restore the generator's state, and the random states from which another run drew its last order."""
         drawn_with = saved["drawn_with"]
         self._drawn_with = None if drawn_with is None else _DrawnWith(*map(RandomState.of, drawn_with))
         if self._generator is not None and saved["generator"] is not None:
             self._generator.set_state(saved["generator"].cpu())
 
     def skip_next(self, num_skipped: int) -> None:
-        """Draw the next order with the restored states, and skip its first items."""
+        """Make the next iteration draw its order from the restored states, and skip its first items."""
         self._num_skipped = num_skipped
 
     def __iter__(self) -> Iterator[Any]:

@@ -44,7 +44,7 @@ class MidEpoch(UnlistedCallback):
     but with the weights and buffers of the checkpoint. If the hooks change state that the checkpoint restores, these
     changes are undone, because the checkpoint already includes them.
 
-    In a restart of the same job, parameters that were frozen or unfrozen since the training began
+    When the same job restarts, parameters that had been frozen or unfrozen since training began
     (``BackboneFinetuning``) are frozen or unfrozen again: Lightning restores the optimizer's groups, but not
     ``requires_grad``.
 
@@ -52,7 +52,7 @@ class MidEpoch(UnlistedCallback):
     include the values that ``self.log`` and the LightningModule's metrics have collected during the epoch; a log
     message says so.
 
-    Of a Trainer's callbacks that draw random numbers, this must be the first. ``SageMakerCLI`` and ``SageMakerTrainer``
+    This callback must come before all callbacks that draw random numbers. ``SageMakerCLI`` and ``SageMakerTrainer``
     add it to every job.
     """
 
@@ -96,7 +96,7 @@ class MidEpoch(UnlistedCallback):
         checkpoint[_KEY] = {**started, "ranks": of_all_ranks(own), "gradients": accumulated_gradients(trainer)}
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore ``trainer.callback_metrics`` if the fit had already ended and did not train any further."""
+        """Restore ``trainer.callback_metrics`` if the resumed fit had already ended, and so did not train."""
         self._started = None  # no epoch is in progress when the model is exported
         if self._loaded is not None:
             _restore_metrics(trainer, self._saved_by(trainer))
@@ -108,7 +108,7 @@ class MidEpoch(UnlistedCallback):
         return ranks[trainer.global_rank % len(ranks)]
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Repeat the start of the epoch and restore gradients, before the first batch of a resumed fit."""
+        """Prepare a resumed fit to repeat the start of its epoch, and to restore gradients, before the first batch."""
         loop = trainer.fit_loop
         vars(loop).pop("on_advance_start", None)  # left by a fit that failed before its first epoch
         vars(loop.epoch_loop.val_loop).pop("increment_progress_to_evaluation_end", None)
@@ -136,7 +136,7 @@ class MidEpoch(UnlistedCallback):
             is_same_epoch = loaded.get("epoch") == trainer.current_epoch
             self._repeat_start(trainer, loaded["callbacks"] if is_same_epoch else {}, own if is_same_epoch else {})
             if is_same_epoch and trainer.is_global_zero:
-                logger.info("Training resumes within an epoch, so its metrics cover only the remaining batches.")
+                logger.info("Training resumes within an epoch, whose metrics cover only the remaining batches.")
             restore_gradients(trainer, gradients)
 
         loop.on_advance_start = start_again
@@ -203,7 +203,7 @@ class _EpochStart:
 
 
 def _restore_metrics(trainer: Any, saved: dict[str, Any]) -> None:
-    """Restore ``trainer.callback_metrics``, such as those of the last validation, without computing the epoch's."""
+    """Restore ``trainer.callback_metrics``, such as those of the last validation, without computing this epoch's."""
     for name, value in saved.get("callback_metrics", {}).items():
         trainer._logger_connector._callback_metrics[name] = value.to(trainer.strategy.root_device, copy=True)
 

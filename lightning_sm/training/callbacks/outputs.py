@@ -53,7 +53,7 @@ class JobOutputs(UnlistedCallback):
     A job that is interrupted or stopped saves its checkpoint first, and then exports its best model so far.
 
     Args:
-        job: The job, whose folders are used.
+        job: The job that provides the folders.
         config: The resolved configuration as YAML. If None, ``config.yaml`` is not written.
 
     Raises:
@@ -103,7 +103,7 @@ class JobOutputs(UnlistedCallback):
         base = self._job.base_dir.resolve()
         target = self._job.checkpoint_dir or self._job.host_output_dir
         is_jobs = folder.is_relative_to(target.resolve()) or (folder.is_relative_to(base) and base not in here.parents)
-        # Keep all folders if the working directory is the root, because all absolute folders are below it, too.
+        # Keep all folders if the working directory is the root, because every absolute folder is below it.
         if "://" in dirpath or is_jobs or not folder.is_relative_to(here) or here == Path(here.anchor):
             return dirpath
         moved = str(target / folder.relative_to(here))
@@ -114,7 +114,7 @@ class JobOutputs(UnlistedCallback):
         """Export the best model."""
         if self._model is Model.NONE:
             return
-        less = f" If it is full, {MODEL.name}={Model.WEIGHTS.value} needs less." if self._model is Model.FULL else ""
+        less = f" If the disk is full, try {MODEL.name}={Model.WEIGHTS.value}." if self._model is Model.FULL else ""
         with disk_errors_explained("model", self._model_dir, f"The checkpoints are intact.{less}"):
             self._model_dir.mkdir(parents=True, exist_ok=True)
             best = next(self._best_checkpoints(trainer), None) if trainer.is_global_zero else None
@@ -126,7 +126,7 @@ class JobOutputs(UnlistedCallback):
         wait_for_all_ranks()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Export the best model so far if the job is stopped and its checkpoint is saved, without collective calls.
+        """If the job is stopped and its checkpoint is saved, export the best model so far, without collective calls.
 
         If there is no best model so far, export the model of the saved checkpoint.
         """
@@ -145,7 +145,7 @@ class JobOutputs(UnlistedCallback):
 
     @staticmethod
     def _best_checkpoints(trainer: Trainer) -> Iterator[str]:
-        """Yield each callback's best checkpoint if this host can read it, first for callbacks that monitor a metric."""
+        """Yield each callback's best checkpoint if this host can read it; those that monitor a metric come first."""
         callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         for callback in sorted(callbacks, key=lambda callback: callback.monitor is None):
             best = callback.best_model_path
@@ -157,7 +157,7 @@ class JobOutputs(UnlistedCallback):
                 logger.warning("The best checkpoint %s does not exist: exporting another one.", best)
 
     def _export(self, trainer: Trainer, checkpoint: str) -> None:
-        """Export a checkpoint: from rank 0 if it is a single file, or from each host the shards of the host's ranks."""
+        """Export a checkpoint: rank 0 exports a single file, or each host exports the shards of its own ranks."""
         folder = Path(checkpoint)
         # Rank 0 writes the index. If another host has the index, too, both hosts have downloaded all files, and rank 0
         # exports them.
@@ -183,7 +183,7 @@ class JobOutputs(UnlistedCallback):
         if not isinstance(filesystem, LocalFileSystem):
             file = incoming
             filesystem.get(address, str(incoming))
-        # mmap avoids reading the rest, such as optimizer states, but needs a zip archive, as torch.save writes it.
+        # mmap avoids reading the rest, such as optimizer states, but needs the zip archive that torch.save writes.
         # weights_only=False is safe because this job wrote the file; hyperparameters in it may be of any type.
         weights = torch.load(file, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(file))["state_dict"]
         torch.save(weights, self._incoming(MODEL_STATE_DICT))

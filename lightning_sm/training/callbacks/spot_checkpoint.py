@@ -67,7 +67,7 @@ class _Run(Enum):
 
     TRAINING = "training will save a checkpoint and exit."
     ENDING = "training has ended, so there is no checkpoint to save. The script continues."
-    NONE = "no training runs, so there is no checkpoint to save. The script continues until SIGTERM."
+    NONE = "not training, so there is no checkpoint to save. The script continues until SIGTERM."
     EVALUATION = "the script exits."
 
 
@@ -82,8 +82,8 @@ class SpotCheckpoint(Checkpoint):
 
     It is enough to signal one rank. The signal handler only sets a flag. About every second, the ranks add up their
     flags (a SUM, which every backend supports), so that all ranks save at the same step and exit together, with code
-    143. A collective call inside the handler, as in Lightning itself, deadlocks whenever the signal reaches the ranks
-    at different moments (Lightning issue 20806).
+    143 (or 0 if Lightning started them). A collective call inside the handler, as in Lightning itself, deadlocks
+    whenever the signal reaches the ranks at different moments (Lightning issue 20806).
 
     The checkpoint always holds the state after a completed step. If a validation was interrupted, the resumed run
     repeats it from the start, with the same weights. With automatic optimization, training continues until the
@@ -121,7 +121,7 @@ class SpotCheckpoint(Checkpoint):
         self._saved_at_step_end: tuple[int, int] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Install the signal handlers, which stay so that a late signal does not disrupt the end of the run."""
+        """Install signal handlers for good, so that a late signal does not disrupt the end of the run; resume a fit."""
         self._owner = os.getpid()
         self._is_fit = stage == "fit"
         self._run = _Run.TRAINING if self._is_fit else _Run.EVALUATION
@@ -148,13 +148,13 @@ class SpotCheckpoint(Checkpoint):
         trainer._signal_connector._sigterm_notifier_fn = self._on_signal  # type: ignore[method-assign,assignment]
 
     def _resume(self, trainer: Any) -> None:
-        """Resume the fit that starts now from its latest checkpoint, if checkpoints survive between attempts."""
+        """Resume the fit that is starting from its latest checkpoint, if checkpoints survive between attempts."""
         self._fit = replace(self._fit, number=self._fit.number + 1)
         if self._job is None or trainer.fast_dev_run:
             return
         for address in object_stores(trainer):
             logger.warning(
-                "No attempt of the job resumes from %s, the dirpath of a callback. Remove dirpath: checkpoints then go "
+                "The job does not resume from %s, the dirpath of a callback. Remove dirpath: checkpoints then go "
                 "to the job's checkpoint folder, which SageMaker uploads.",
                 address,
             )
@@ -187,7 +187,7 @@ class SpotCheckpoint(Checkpoint):
             os.write(2, f"{signal.Signals(signum).name}: {self._run.value}\n".encode())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make Lightning resume correctly from a checkpoint before the first batch of an epoch."""
+        """Make Lightning resume correctly from a checkpoint that was saved before an epoch's first batch."""
         epoch_loop = trainer.fit_loop.epoch_loop
         if trainer.fit_loop.restarted_mid_epoch and epoch_loop.batch_progress.current.ready == 0:
             epoch_loop.restarting = False  # otherwise, Lightning would validate or end the epoch, as after a step
@@ -206,7 +206,7 @@ class SpotCheckpoint(Checkpoint):
         self._run = _Run.NONE
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Stop between two steps, at the start of the second, because a validation may be due at the end of the first.
+        """If signalled, stop between two steps: at the start of the second, as the first may end with a validation.
 
         If an epoch has only one step, stop between two epochs.
         """
@@ -218,7 +218,7 @@ class SpotCheckpoint(Checkpoint):
             self._stop_if_signalled(trainer, _SavedMoment.STEP_START)
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
-        """Record the states of stateful loaders as soon as a stop is certain."""
+        """Record the states of stateful loaders once a stop is certain."""
         if self._is_stopping:
             self._loader_states.append(trainer.fit_loop._combined_loader._state_dicts())
 
@@ -248,12 +248,12 @@ class SpotCheckpoint(Checkpoint):
         self._can_stop_in_validation = num_unsuited == 0
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Stop during a validation, which the resumed run repeats."""
+        """If signalled, stop during a validation, which the resumed run then repeats."""
         if not self._can_stop_in_validation or not self._is_fit:
             return
         num_accumulated = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches
         is_step_done = num_accumulated == 0 or trainer.is_last_batch
-        # Do not stop at the last of max_steps: a resumed run would end at once, without the rest of the validation.
+        # Do not stop after the last of max_steps: a resumed run would end at once, without the rest of the validation.
         is_last_step = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
         if trainer.sanity_checking or (is_step_done and not is_last_step):
             self._stop_if_signalled(trainer, _SavedMoment.VALIDATION)
@@ -323,14 +323,14 @@ class SpotCheckpoint(Checkpoint):
             )
         elif trainer.is_global_zero:
             logger.info("Interrupted: step %d is saved in %s.", trainer.global_step, path)
-        if trainer.local_rank == 0:  # on each host, because each has the shards of its ranks
+        if trainer.local_rank == 0:  # on each host, because each has the shards of its own ranks
             self._remove_older_than(trainer.global_step, trainer.current_epoch)
 
     def _already_saved(self, trainer: Any) -> Path | None:
         """Return the checkpoint that a ``ModelCheckpoint`` has just saved in ``dirpath`` at this moment, or None.
 
-        Saving a second checkpoint would cost time before SIGKILL. The first one is used only if nothing can have
-        changed since it was saved, neither through hooks and schedulers that run later, nor in stateful loaders.
+        Saving a second checkpoint would take time, and SIGKILL may follow soon. The first one is used only if nothing
+        can have changed since: no hook or scheduler ran afterwards, and no loader is stateful or fetches ahead.
         """
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
         model = trainer.lightning_module
@@ -360,7 +360,7 @@ class SpotCheckpoint(Checkpoint):
             self._process.note_saved(files)
 
     def _remove_older_than(self, step: int, epoch: int) -> None:
-        """Remove all older checkpoints except the latest, because the new one may not be uploaded yet.
+        """Remove older checkpoints except the latest of them, because the new one may not be uploaded yet.
 
         The names determine which checkpoints are older, because after a restart, file times are those of the download.
         Checkpoints beyond this step are kept, because they come from another job, or from before a rollback.
@@ -387,7 +387,7 @@ class SpotCheckpoint(Checkpoint):
         save_searched(trainer, checkpoint)
         if self._moment is _SavedMoment.OTHER:
             progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-            # Only during on_train_batch_end is a batch processed but not completed.
+            # A batch is processed but not yet completed only during on_train_batch_end.
             is_step_end = not trainer.validating and progress.completed == progress.processed - 1
             self._saved_at_step_end = (trainer.global_step, progress.processed) if is_step_end else None
             return
@@ -403,7 +403,7 @@ class SpotCheckpoint(Checkpoint):
 
 
 def _num_prefetched(trainer: Any) -> int:
-    """Return the number of batches that Lightning fetches ahead to detect the last one if the length is unknown."""
+    """Return how many batches Lightning fetches ahead; if the length is unknown, it does so to detect the last one."""
     fetcher = trainer.fit_loop._data_fetcher
     return getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0
 
@@ -421,8 +421,8 @@ def _rewind_to_epoch_start(loop: dict[str, Any]) -> None:
 def _rewind_to_step_end(loop: dict[str, Any]) -> None:
     """Rewind the progress from the start of a step to the end of the previous one.
 
-    From the end of a step, Lightning resumes without validating, stepping schedulers or counting twice. From the start
-    of a step, it cannot resume correctly.
+    From the end of a step, Lightning resumes without repeating a validation, a scheduler step or a count. From the
+    start of a step, it cannot resume correctly.
     """
     progress = loop["epoch_loop.batch_progress"]
     for count in (progress["total"], progress["current"]):

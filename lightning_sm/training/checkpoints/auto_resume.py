@@ -20,7 +20,7 @@ from lightning_sm.training.checkpoints.transfer import HostLeaders, on_every_hos
 
 logger = logging.getLogger(__name__)
 
-# Errors that code raises if it does not find the fields it expects in a checkpoint.
+# Errors that are raised by code that does not find the fields it expects in a checkpoint.
 _OTHER_FIELDS = (KeyError, IndexError, ValueError, TypeError, AttributeError)
 # Maximum length of torch's error, which lists each tensor of a large model. The advice must fit into the failure file,
 # too.
@@ -28,7 +28,7 @@ _MAX_CHARS = 250
 
 
 class CheckpointLoader:
-    """A loader of a Trainer's checkpoints in a job, which sends files to hosts that lack them.
+    """A loader for a Trainer's checkpoints, which also sends their files to hosts of the job that lack them.
 
     Args:
         trainer: The Trainer.
@@ -49,7 +49,7 @@ class CheckpointLoader:
 
     @classmethod
     def of(cls, trainer: Any, job: SageMakerJob) -> CheckpointLoader:
-        """Return the loader for a Trainer, which the first call creates."""
+        """Return a Trainer's loader; the first call creates it."""
         existing = getattr(trainer._checkpoint_connector.resume_start, "__self__", None)
         return existing if isinstance(existing, cls) else cls(trainer, job)
 
@@ -60,8 +60,8 @@ class CheckpointLoader:
         restarts from ``ckpt_path`` would lose the progress of earlier attempts. ``ckpt_path`` takes precedence over a
         checkpoint of another job with the same folder.
 
-        The hosts choose the checkpoint here, because all ranks are connected by now, and finders, which must not search
-        in a resumed fit, have not searched yet.
+        The hosts choose the checkpoint here, because all ranks are connected by now, and the finders have not searched
+        yet, which they must not do in a resumed fit.
 
         Args:
             folder: The job's checkpoint folder.
@@ -83,7 +83,7 @@ class CheckpointLoader:
         trainer, connector = self._trainer, self._connector
         chosen, self._chosen, self._chosen_path = self._chosen, None, None
         restores_searched, self._restores_searched = self._restores_searched, False
-        if trainer.state.fn != "fit":  # the fit has failed since, and the script continued
+        if trainer.state.fn != "fit":  # the fit failed before loading it, and the script continued
             chosen, restores_searched = None, False
         if chosen is not None and checkpoint_path is not None and not chosen.is_of(self._job):
             chosen = None

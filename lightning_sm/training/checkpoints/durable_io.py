@@ -1,4 +1,4 @@
-"""Atomic writes of checkpoints into a folder that SageMaker copies to S3 in the background."""
+"""Atomic checkpoint writes to a folder that SageMaker copies to S3 in the background."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _removals = threading.Lock()
 class DurableCheckpointIO(UnlistedCheckpointIO):
     """A wrapper that makes a CheckpointIO write under names that SageMaker's agent ignores, and renames complete files.
 
-    SageMaker copies the checkpoint folder to S3 file by file whenever a file changes, so a file that is half written
-    could come back from S3 truncated after a restart. Lightning's strategies call the wrapper on rank 0, in any thread.
+    SageMaker copies the checkpoint folder to S3 file by file whenever a file changes, so a half-written file could
+    come back from S3 truncated after a restart. Lightning's strategies call the wrapper on rank 0, in any thread.
     The wrapper belongs inside ``AsyncCheckpointIO``. Paths outside the folder are passed on to the wrapped
     CheckpointIO.
 
-    When a host is taken away, the latest checkpoint may be only partly uploaded. So a checkpoint that Lightning removes
-    is kept until the next removal, so that the folder has at least two checkpoints while a job trains.
+    If a host is reclaimed, the latest checkpoint may be only partly uploaded. Therefore, a checkpoint that Lightning
+    removes is kept until the next removal, and the folder has at least two checkpoints while a job trains.
 
     Args:
         checkpoint_io: The wrapped CheckpointIO, which writes and reads the checkpoints.
@@ -92,7 +92,7 @@ class DurableCheckpointIO(UnlistedCheckpointIO):
             )
 
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Remove the checkpoint passed to the previous call, and keep this one until the next call."""
+        """Remove the checkpoint that the previous call named, and keep the given one until the next call."""
         target = self._inside(path)
         if target is None:
             self._inner.remove_checkpoint(path)
@@ -123,7 +123,7 @@ def make_durable(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     """Make a Trainer write its checkpoints in ``folder`` through ``DurableCheckpointIO``; a second call does nothing.
 
     The innermost CheckpointIO is wrapped, so that ``AsyncCheckpointIO`` and the user's wrappers stay in place.
-    Unfinished checkpoints that a killed run left are removed. Sharded strategies write without a CheckpointIO.
+    Unfinished checkpoints that a killed run left behind are removed. Sharded strategies write without a CheckpointIO.
     """
     outer: WrappingCheckpointIO | None = None
     inner: CheckpointIO | None = trainer.strategy.checkpoint_io
@@ -147,9 +147,9 @@ def disk_errors_explained(what: str, folder: Path, intact: str) -> Iterator[None
     """Replace a disk error that the block raises with a CheckpointError that gives advice.
 
     Args:
-        what: Name of what the block writes.
+        what: What the block writes, as named in the message.
         folder: The destination folder.
-        intact: A sentence on what is still intact.
+        intact: A sentence about what is still intact.
     """
     try:
         yield
@@ -170,7 +170,7 @@ def disk_errors_explained(what: str, folder: Path, intact: str) -> Iterator[None
 
 
 def _discard(path: Path) -> None:
-    """Remove a file or a folder if it exists, as far as possible."""
+    """Remove a file or a folder if it exists, and ignore errors."""
     if path.is_dir() and not path.is_symlink():
         remove_folder(path)
     else:

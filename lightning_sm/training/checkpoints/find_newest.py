@@ -1,7 +1,7 @@
 """The search for the latest valid checkpoint, from which a restarted job resumes.
 
 Every host starts with all files from the job's checkpoint folder in S3. File times are those of the download, and users
-choose the names, so only the contents of files count. The latest checkpoint may be truncated if its host was taken away
+choose the names, so only the contents of files count. The latest checkpoint may be truncated if its host was reclaimed
 during the upload.
 """
 
@@ -34,7 +34,7 @@ Gather = Callable[[Any], list[Any]]
 _SUFFIX = ".ckpt"
 # Files that torch.distributed.checkpoint and Lightning write beside the shards into a sharded checkpoint's folder.
 _SHARDS_INDEX, _SHARDS_META = ".metadata", "meta.pt"
-# The file that is written last into a DeepSpeed checkpoint's folder, and names the subfolder with the ranks' files.
+# The file that DeepSpeed writes last into a checkpoint's folder; it names the subfolder with the ranks' files.
 _DEEPSPEED_TAG = "latest"
 _DEEPSPEED_MAIN = re.compile(r"(zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
 
@@ -46,7 +46,7 @@ def job_facts(job: SageMakerJob, fit: Fit, *, is_ending: bool = False, is_interr
         job: The job.
         fit: The fit that saves the checkpoint.
         is_ending: Whether a callback such as ``EarlyStopping`` has ended the fit.
-        is_interruption: Whether the checkpoint is saved for an interruption, after all hooks of its step.
+        is_interruption: Whether the checkpoint is saved because of an interruption, after all hooks of its step.
     """
     facts = {"name": job.name, "checkpoint_s3_uri": job.checkpoint_uri, "fit": asdict(fit)}
     marks = {"is_ending": is_ending, "is_interruption": is_interruption}
@@ -75,8 +75,8 @@ def newest_checkpoint(
         job: The current job. Checkpoints of a job with another name and S3 address, which a warm pool may leave behind,
             are invalid. If None, checkpoints of any job are valid.
         fit: The fit that is to resume; checkpoints of other fits are skipped. If None, checkpoints of any fit count.
-        gather: Returns the values of all hosts that call this function at the same time, in the order of hosts, so that
-            they judge all their files together. By default, this host is assumed to have all files.
+        gather: Returns the values of all hosts that call this function at the same time, in host order, so that they
+            judge all their files together. By default, this host is assumed to have all files.
 
     Returns:
         The checkpoint, which may have a ``doubt``, or None if no checkpoint is valid.
@@ -88,7 +88,7 @@ def newest_checkpoint(
     if fit is not None:
         readings = _of_fit(readings, fit, job)
     best = _best(readings, job)
-    # Check every host's copy: reading the progress does not show damage, so a damaged copy looks like the others.
+    # Check every host's copy: reading the progress does not reveal damage, so a damaged copy looks like the others.
     while best is not None and (damage := next(filter(None, gather(_damage(best.path))), None)) is not None:
         readings = [replace(item, fault=damage) if item is best else item for item in readings]
         best = _best(readings, job)
@@ -99,7 +99,7 @@ def newest_checkpoint(
             logger.warning("%s %s.", reading.path, reading.fault)
         elif not reading.progress or reading.progress > best.progress:
             step = best.progress[0]
-            logger.warning("%s %s. Using %s of step %d instead.", reading.path, reading.fault, best.path, step)
+            logger.warning("%s %s. Using %s from step %d instead.", reading.path, reading.fault, best.path, step)
     if readings and best is None:
         logger.warning("No checkpoint in %s is valid.", folder)
     return best
@@ -107,7 +107,7 @@ def newest_checkpoint(
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint, and the facts that reading it has revealed.
+    """A checkpoint, and what was learned by reading it.
 
     Attributes:
         path: The file, or the folder of a sharded checkpoint.
@@ -116,7 +116,7 @@ class FoundCheckpoint:
             holds no objects.
         fault: Why training cannot resume from the checkpoint; None if it is valid.
         doubt: Why the checkpoint may not belong to the fit that is to resume; None if it clearly does.
-        host: Number of the host that has read the checkpoint, in the order of hosts.
+        host: The number, in host order, of the host that read the checkpoint.
     """
 
     path: Path
@@ -147,7 +147,7 @@ class _UnusableError(Exception):
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
-    """Yield all ``*.ckpt`` except links, because the walk finds any link target inside the folder anyway."""
+    """Yield all visible ``*.ckpt`` except links: the walk finds link targets inside the folder anyway."""
     for parent, folders, files in os.walk(folder):
         checkpoints = [name for name in (*folders, *files) if name.endswith(_SUFFIX) and not name.startswith(".")]
         # Change the list in place: os.walk descends into the folders that remain in it, but not into links.
@@ -163,7 +163,7 @@ def _sizes(path: Path) -> dict[str, int]:
 
 
 def _joined(of_hosts: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """Return the file sizes of each checkpoint, joined over all hosts."""
+    """Return the file sizes of each checkpoint, merged over all hosts."""
     joined: dict[str, dict[str, int]] = {}
     for checkpoints in of_hosts:
         for path, sizes in checkpoints.items():
@@ -193,7 +193,7 @@ def _read(path: Path, sizes: Mapping[str, int], job: SageMakerJob | None) -> Fou
     except _UnusableError as error:
         return FoundCheckpoint(path, fault=str(error))
     except zipfile.BadZipFile:
-        return FoundCheckpoint(path, fault="is truncated, or not a file of torch.save")
+        return FoundCheckpoint(path, fault="is truncated, or was not written by torch.save")
     except Exception as error:  # noqa: BLE001 - a broken file may raise anything
         return FoundCheckpoint(path, fault=f"cannot be read ({type(error).__name__}: {error})")
     # Prefer an interruption's checkpoint: a periodic one of the same step lacks the work of the step's later hooks.
@@ -231,11 +231,11 @@ def _check_deepspeed(checkpoint: Mapping[str, Any], sizes: Mapping[str, int]) ->
     num_ranks = checkpoint["dp_world_size"] if checkpoint["param_shapes"] is not None else 0
     num_found = sum(name.endswith("optim_states.pt") for name in sizes)
     if num_found < num_ranks:
-        raise _UnusableError(f"has the optimizer's states of {num_found} of {num_ranks} ranks")
+        raise _UnusableError(f"has the optimizer states of only {num_found} of {num_ranks} ranks")
 
 
 def _progress(checkpoint: Any) -> tuple[int, ...]:
-    """Return the counts that order checkpoints: first optimizer steps, then counts that order those of one step."""
+    """Return the counts by which to order checkpoints: optimizer steps, then counts that differ within a step."""
     if not isinstance(checkpoint, Mapping) or not {"global_step", "epoch", "loops"} <= checkpoint.keys():
         raise _UnusableError("is not a checkpoint of a Lightning Trainer")
     fit_loop = checkpoint["loops"]["fit_loop"]

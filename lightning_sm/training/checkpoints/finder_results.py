@@ -1,8 +1,8 @@
 """Results of ``LearningRateFinder`` and ``BatchSizeFinder``, which a resumed fit keeps instead of searching again.
 
 For a search, these callbacks save a temporary checkpoint, train, and then load that checkpoint. In a resumed fit,
-Lightning would mistake this temporary checkpoint for the fit's, and start at step 0 with the weights of the
-interruption.
+Lightning would mistake this temporary checkpoint for the fit's own, and start at step 0 with the interrupted
+fit's weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RATE_NAMES = ("lr", "learning_rate")
 
 
 def save_searched(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Save in a checkpoint the attributes that the Trainer's finders have set."""
+    """Add the values that the Trainer's finders have found to a checkpoint."""
     model = trainer.lightning_module
     values = {
         name: parsing.lightning_getattr(model, name) for _, name in _finders(trainer) if _is_attribute(model, name)
@@ -61,7 +61,7 @@ def restore_searched(trainer: Any, path: object, checkpoint: Mapping[str, Any]) 
         else:
             logger.warning(
                 "%s does not search, because training resumes from %s, which has no %s. The script's value is used: "
-                "set it to the value of the earlier training.",
+                "set it to the earlier run's value.",
                 kind,
                 path,
                 name,

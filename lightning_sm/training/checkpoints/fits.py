@@ -1,8 +1,8 @@
 """The identity of a script's fits, so that a script with several Trainers resumes each from the right checkpoint.
 
-A restarted script may not make all the Trainers again, because it may skip one whose result exists. So a Trainer is
-identified by the place in the script that makes it, and by the variables of the ``for`` loops and comprehensions around
-that place. Only Trainers that share both are numbered.
+A restarted script may not create all Trainers again, because it may skip those whose results exist. So a Trainer is
+identified by the place in the script that creates it, and by the variables of the ``for`` loops and comprehensions
+around that place. Only Trainers that share both are numbered.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from lightning_sm.errors import CheckpointError
 
 _LIBRARIES = tuple(folder + os.sep for folder in (os.path.dirname(os.__file__), *site.getsitepackages()))
 _OWN_PACKAGE = str(Path(__file__).parents[2]) + os.sep
-# Number of Trainers that this process has made at each place.
+# Number of Trainers that this process has created at each place.
 _made: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A fit of a script.
+    """One of a script's fits.
 
     Attributes:
-        place: The script lines that made the fit's Trainer, outermost first, and the variables of the loops around
+        place: The script lines that created the fit's Trainer, outermost first, and the variables of the loops around
             them.
-        repeat: Number of the Trainer among those made at this place, from 1.
-        order: Number of the Trainer among all Trainers of the script, from 1.
-        number: Number of the fit among the fits of its Trainer, from 1.
+        repeat: The Trainer's number among those created at this place, from 1.
+        order: The Trainer's number among all Trainers of the script, from 1.
+        number: The fit's number among the fits of its Trainer, from 1; 0 before the first.
     """
 
     place: str
@@ -46,7 +46,7 @@ class Fit:
 
     @classmethod
     def before_first(cls) -> Fit:
-        """Register the Trainer that the script is making, before its first fit."""
+        """Register the Trainer that the script is creating, and return its identity as a fit with number 0."""
         place = _place(inspect.currentframe())
         _made[place] += 1
         return cls(place, _made[place], _made.total(), number=0)
@@ -66,15 +66,15 @@ class Fit:
 
     def __str__(self) -> str:
         repeat = f", number {self.repeat} there" if self.repeat > 1 else ""
-        return f"fit {self.number} of the Trainer of {self.place}{repeat}"
+        return f"fit {self.number} of the Trainer at {self.place}{repeat}"
 
 
 def may_resume(own: Fit, saved: Fit, of_job: Sequence[Fit], *, is_own_job: bool) -> bool:
     """Return whether a fit may resume from a checkpoint, given the fit that saved it.
 
-    Within a job, the script does not change, so the place of the Trainer decides. Since an earlier job, the script may
-    have been edited, which moves lines. For its checkpoints, the order of the Trainers therefore decides, unless a
-    checkpoint has the same place.
+    Within a job, the script does not change, so the Trainer's place decides. Between jobs, lines may move as the script
+    is edited. For an earlier job's checkpoints, the order of the Trainers therefore decides, unless one of them has the
+    same place.
 
     Args:
         own: The fit that is to resume.

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def accumulated_gradients(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return the gradients that the next steps may add to, by parameter. A collective call.
+    """Return the gradients that the next steps may add to, by parameter name. A collective call.
 
     With automatic optimization, there are none after an optimizer step. With manual optimization, the user's code may
     always add to them. The result is the mean over the ranks: if ranks accumulate gradients without exchanging them

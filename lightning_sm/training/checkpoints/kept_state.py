@@ -1,4 +1,4 @@
-"""Preserving the checkpoint's state while a resumed fit repeats hooks."""
+"""Preservation of the restored state while a resumed fit repeats hooks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 def keep_checkpointed_state(trainer: Any) -> Iterator[None]:
     """Undo the block's changes to weights, buffers, optimizers and learning rate schedulers.
 
-    The weights are copied to the CPU's memory, which is large enough: loading the checkpoint has just needed more of
-    it.
+    The weights are copied to main memory, which is large enough: loading the checkpoint has just needed more.
     """
     model = trainer.lightning_module
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _is_writable(tensor)]
@@ -43,6 +42,6 @@ def _is_writable(tensor: torch.Tensor) -> bool:
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
-    """Return an optimizer's groups without their parameters, and its state. Tensors are not copied."""
+    """Return an optimizer's groups without their parameters, and its state, whose tensors are not copied."""
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     return deepcopy(groups), {parameter: dict(state) for parameter, state in optimizer.state.items()}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# torch.save writes the pickle under this name, below a folder with any name; tensors are in other entries.
+# torch.save writes the pickle under this name, in a folder with any name; tensors are in other entries.
 _PICKLE = "data.pkl"
 
 

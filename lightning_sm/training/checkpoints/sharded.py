@@ -18,12 +18,12 @@ from lightning_sm.errors import StrategyError
 def install_shard_hooks(trainer: Trainer) -> None:
     """Make a sharded strategy remove checkpoints on every host, and remove an old checkpoint before overwriting it.
 
-    Lightning removes checkpoints on rank 0 only, so the disks of the other hosts would fill up. And if a host is taken
-    away while a checkpoint such as last.ckpt is overwritten, the checkpoint would silently mix shards of two steps.
+    Lightning removes checkpoints on rank 0 only, so the disks of the other hosts would fill up. And if a host is
+    reclaimed while a checkpoint such as last.ckpt is overwritten, it would silently mix shards of two steps.
 
     Raises:
-        StrategyError: The strategy cannot restore the optimizer from the shards that it writes, or cannot write to the
-            dirpath of a callback.
+        StrategyError: The strategy cannot restore the optimizer from the shards that it writes, or cannot write to a
+            callback's dirpath.
     """
     strategy: Any = trainer.strategy
     if isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)):
@@ -35,12 +35,12 @@ def install_shard_hooks(trainer: Trainer) -> None:
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder if it exists, as far as possible."""
+    """Remove a folder if it exists, and ignore errors."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def has_index(folder: Path) -> bool:
-    """Return whether a checkpoint has the file that names its shards, which only rank 0 writes."""
+    """Return whether a checkpoint has its index of shards, a file that only rank 0 writes."""
     return any((folder / name).exists() for name in (".metadata", "latest"))
 
 
@@ -67,8 +67,8 @@ def _refuse_shards_of_replicas(strategy: Any) -> None:
     # run.
     if strategy._state_dict_type == "sharded" and "HYBRID" in strategy.sharding_strategy.name:
         raise StrategyError(
-            f"FSDPStrategy with sharding_strategy={strategy.sharding_strategy.name} restores a wrong state of the "
-            "optimizer from a checkpoint with state_dict_type=sharded. Set state_dict_type=full, or use "
+            f"FSDPStrategy with sharding_strategy={strategy.sharding_strategy.name} restores a wrong optimizer "
+            "state from a checkpoint with state_dict_type=sharded. Set state_dict_type=full, or use "
             "ModelParallelStrategy and pass fully_shard a mesh of replicas and shards."
         )
 

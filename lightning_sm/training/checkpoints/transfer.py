@@ -42,14 +42,14 @@ _SHARD = ".distcp"
 class HostLeaders:
     """The ranks that read and write files for their hosts: local rank 0 of each host.
 
-    The constructor makes a collective call of all ranks.
+    The constructor is a collective call of all ranks.
 
     Args:
         trainer: The Trainer, whose strategy has set up its processes.
 
     Attributes:
         is_leader: Whether this rank is a leader.
-        ranks: Ranks of the leaders, in the order of hosts.
+        ranks: The leaders' ranks, in host order.
         host: Number of this rank's host, in that order.
         num_hosts: Number of hosts that exchange files.
     """
@@ -74,7 +74,7 @@ class HostLeaders:
         return gloo_group(self.ranks)
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all hosts, in the order of hosts. A collective call of the leaders."""
+        """Return the values of all hosts, in host order. A collective call of the leaders."""
         if self.num_hosts == 1:
             return [value]
         values: list[Any] = [None] * self.num_hosts
@@ -93,12 +93,12 @@ class HostLeaders:
 def on_every_host(trainer: Any, path: Any, folder: Path, holder: int = 0) -> Iterator[Any]:
     """Make a checkpoint readable for all ranks while they load it. A collective call of all ranks.
 
-    A host that lacks a file, or has another file at this path, receives it once, in pieces, into ``folder``. Of shards,
-    a host receives only the parts that its ranks read, when they read them.
+    A host that lacks a file, or has another file at this path, receives it once, in pieces, into ``folder``. Shards
+    are received only in part: each host gets the parts that its ranks read, when they read them.
 
     Args:
         trainer: The Trainer.
-        path: The checkpoint; rank 0's value is used. An address of an object store and None are yielded unchanged.
+        path: The checkpoint; rank 0's value is used. An object store's address and None are yielded unchanged.
         folder: Where this host keeps received files until the ranks have loaded them.
         holder: Number of the host whose file is used if hosts have different files at the path.
 
@@ -152,7 +152,7 @@ class _Transfer:
         return any(map(self._receivers, self._sources))
 
     def receive_files(self) -> None:
-        """Fill the view with links to this host's files and with missing files except shards; a call of the leaders."""
+        """Link local files into the view, and receive missing files except shards. A collective call of the leaders."""
         shutil.rmtree(self._folder, ignore_errors=True)  # left by a process that was killed
         self._folder.mkdir(parents=True)
         for name, source in self._sources.items():
@@ -165,7 +165,7 @@ class _Transfer:
                 self._broadcast(name, source, is_receiver=self.leaders.host in receivers)
 
     def fetch(self, needed: Sequence[set[tuple[str, int, int]]]) -> None:
-        """Fetch parts of shards; a call of the leaders.
+        """Fetch parts of shards. A collective call of the leaders.
 
         Args:
             needed: For each host, the parts that its ranks read: names, offsets and lengths.
@@ -237,9 +237,9 @@ class _Transfer:
 
 @contextmanager
 def _fetched_shards(transfer: _Transfer) -> Iterator[None]:
-    """Fetch the parts in the read plan of ``torch.distributed.checkpoint`` before it reads them.
+    """Fetch the shard parts that ``torch.distributed.checkpoint`` plans to read before it reads them.
 
-    All ranks read equally often, because loading such a checkpoint is a collective call.
+    All ranks read the same number of times, because loading such a checkpoint is a collective call.
     """
     read = FileSystemReader.read_data
 
@@ -262,8 +262,8 @@ def _fetched_shards(transfer: _Transfer) -> Iterator[None]:
 def _identity(file: Path) -> tuple[int, str]:
     """Return a value that differs for different contents, if possible without reading the whole file.
 
-    A zip archive, which torch.save writes, lists the checksums of its entries. Shards are named by the rank that has
-    written them, and a host has either only the shards of its ranks, or all from S3, so comparing sizes is enough.
+    A zip archive, which torch.save writes, lists the checksums of its entries. Shards are named after the rank that
+    wrote them, and a host has either only the shards of its ranks, or all from S3, so comparing sizes is enough.
     """
     length = file.stat().st_size
     if file.suffix == _SHARD:

@@ -1,4 +1,4 @@
-"""The choice of the strategy that the SDK's ``distribution={...}`` asks for, unless the script has chosen one."""
+"""Selection of the strategy that the SDK's ``distribution={...}`` asks for, unless the script sets one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def distribution_arguments(job: SageMakerJob, num_nodes: int, chosen: Any) -> di
         return {"strategy": split.strategy}
     if not job.asks_for_smddp:
         return {}
-    asked = "distribution={...} asks for smdistributed.dataparallel (or pytorchddp, for which the SDK sends the same)"
+    asked = "distribution={...} asks for smdistributed.dataparallel (or pytorchddp: the SDK sends the same for both)"
     if chosen not in (None, "auto"):
         if _name_of(chosen) not in {"smddp", SMDDPStrategy.__name__}:
             _warn_once("%s, but strategy=%s is set. To use SMDDP, set strategy=smddp.", asked, _name_of(chosen))
@@ -52,7 +52,7 @@ def distribution_arguments(job: SageMakerJob, num_nodes: int, chosen: Any) -> di
 
 
 def pipeline_options() -> dict[str, Any]:
-    """Return the arguments of ``distribution={...}`` for ``PipelineParallelStrategy`` with ``strategy=pipeline``.
+    """Return the ``PipelineParallelStrategy`` arguments that ``distribution={...}`` sets, for ``strategy=pipeline``.
 
     Raises:
         StrategyError: ``distribution`` asks for model parallelism without splitting the model.

@@ -1,4 +1,4 @@
-"""Registration of the names by which ``Trainer(strategy=...)`` finds the strategies of lightning_sm.
+"""Registration of lightning_sm's strategies under the names that ``Trainer(strategy=...)`` accepts.
 
 Lightning has entry points for callbacks, but not for strategies, and ``import lightning_sm`` loads neither torch nor
 Lightning. If Lightning is already loaded, that import registers the names. Otherwise, an import hook registers them
@@ -15,12 +15,12 @@ from typing import Any
 from lightning_sm._import_hook import after_import
 from lightning_sm.errors import MixedLightningError
 
-# Modules of the registries in the two distributions of Lightning.
+# The modules that hold the strategy registry, one in each distribution of Lightning.
 _REGISTRIES = ("pytorch_lightning.strategies", "lightning.pytorch.strategies")
 
 
 def register_with_lightning() -> None:
-    """Add our strategies to the registry of each Lightning that this process has imported, or imports later."""
+    """Register our strategies with each Lightning distribution that this process has imported or imports later."""
     after_import(_REGISTRIES, _register)
 
 
@@ -29,9 +29,9 @@ def _register(strategies: ModuleType) -> None:
     register = partial(strategies.StrategyRegistry.register, override=True)
     distribution = strategies.__name__.removesuffix(".strategies")
     pipeline = partial(_pipeline, distribution)
-    register("pipeline", pipeline, description="Stages of the model on several ranks.")
+    register("pipeline", pipeline, description="Pipeline parallelism: stages of the model on several ranks.")
     smddp = partial(_make, distribution, "smddp", "SMDDPStrategy")
-    register("smddp", smddp, description="DDP by SageMaker's library SMDDP.")
+    register("smddp", smddp, description="DDP over SageMaker's SMDDP library.")
 
 
 def _pipeline(distribution: str) -> Any:
@@ -43,7 +43,7 @@ def _make(distribution: str, module: str, name: str, **arguments: Any) -> Any:
     chosen = importlib.import_module("lightning_sm._lightning").DISTRIBUTION
     if distribution != chosen:
         raise MixedLightningError(
-            f"The Trainer is {distribution}'s, but lightning_sm was loaded with {chosen}, whose classes are different "
-            f"objects. Import {distribution} before lightning_sm, and import only one of the two in a script."
+            f"The Trainer is from {distribution}, but lightning_sm was loaded with {chosen}, whose classes are "
+            f"different objects. Import {distribution} before lightning_sm, and import only one of the two in a script."
         )
     return getattr(importlib.import_module(f"lightning_sm.training.strategies.{module}"), name)(**arguments)

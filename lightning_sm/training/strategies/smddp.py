@@ -2,7 +2,7 @@
 
 Source:
     SageMaker developer guide, "Run distributed training with the SageMaker AI distributed data parallelism library".
-    Lightning's calls that SMDDP does not support: Lightning issue 20409.
+    Calls in Lightning that SMDDP does not support: Lightning issue 20409.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _REDUCED_BY_GATHERING: dict[str, Callable[..., Tensor]] = {
 class SMDDPStrategy(DDPStrategy):
     """``DDPStrategy`` with the backend ``smddp``, restricted to the calls that SMDDP supports.
 
-    SMDDP supports only SUM, has no ``new_group()``, and does not work beside another backend. Therefore, the strategy
-    divides a sum to compute a mean, and gathers values to compute a maximum. Ranks wait for ``prepare_data`` at an
-    SMDDP barrier, for at most ``timeout``. Hooks, callbacks and metrics that call ``torch.distributed`` directly must
+    SMDDP supports only SUM, has no ``new_group()``, and does not work alongside another backend. Therefore, the
+    strategy computes a mean from a sum, and a maximum from gathered values. Ranks wait for ``prepare_data`` at an SMDDP
+    barrier, for at most ``timeout``. Hooks, callbacks and metrics that call ``torch.distributed`` directly must
     observe the same limits.
 
     The strategy needs a SageMaker job with two or more hosts of type ml.p4d.24xlarge or ml.p4de.24xlarge, and an image
@@ -51,17 +51,17 @@ class SMDDPStrategy(DDPStrategy):
         **kwargs: Arguments of ``DDPStrategy``, except for ``process_group_backend``.
 
     Raises:
-        StrategyError: SMDDP cannot run in this job (raised when the Trainer is made). The message names an alternative.
+        StrategyError: When the Trainer is created, if SMDDP cannot run in this job. The message names an alternative.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(process_group_backend=_BACKEND, **kwargs)
 
     def _configure_launcher(self) -> None:
-        # Check here: the Trainer has set num_nodes by now, and starts the other ranks of this host afterwards.
+        # Check here: the Trainer has set num_nodes by now, but has not yet started this host's other ranks.
         obstacle = obstacle_to_smddp(SageMakerJob.from_environment(), self.num_nodes)
         if obstacle is not None:
-            raise StrategyError(f"strategy=smddp cannot be used: {obstacle} Use strategy=ddp: it runs everywhere.")
+            raise StrategyError(f"strategy=smddp cannot be used: {obstacle} Use strategy=ddp, which runs everywhere.")
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
@@ -74,7 +74,7 @@ class SMDDPStrategy(DDPStrategy):
         """Reduce a tensor over all ranks, in place.
 
         Args:
-            tensor: The tensor of this rank. Any other value is returned unchanged.
+            tensor: This rank's tensor. Any other value is returned unchanged.
             group: The process group. If None, all ranks.
             reduce_op: "mean" or "avg", "sum", "max", "min", "product", or the corresponding ``ReduceOp``.
 
@@ -95,7 +95,7 @@ class SMDDPStrategy(DDPStrategy):
 
 
 class _PrepareDataBarrier(InfiniteBarrier):
-    """The barrier at which ranks wait for ``prepare_data``: SMDDP's own under SMDDP, otherwise a Gloo group's."""
+    """The barrier at which ranks wait for ``prepare_data``: SMDDP's own with SMDDP, otherwise a Gloo group's."""
 
     def __enter__(self) -> Any:
         if torch.distributed.is_initialized() and torch.distributed.get_backend() == _BACKEND:

@@ -67,7 +67,7 @@ def test_the_request_is_sent_again_with_changes(service, jobs):
     assert name != JOB["TrainingJobName"]
     assert len(name) == len(JOB["TrainingJobName"])
     assert f"Submitted {name}. To follow it: lightning-sm jobs logs -f {name}" in log
-    assert "the new job resumes from the checkpoints" in log
+    assert f"the new job resumes from {JOB['TrainingJobName']}'s checkpoints" in log
     assert request["Environment"].pop(JOB_SECRET.name) != "old"
     assert request == {
         **{key: value for key, value in JOB.items() if key != "EnableNetworkIsolation"},

@@ -394,7 +394,7 @@ BATCH_ROWS = [
         "all data hosts",
         "a batch, each time",
         says=(
-            "Step 3 kills the workers",
+            "Step 3 kills the data hosts' workers",
             "SIGSEGV at index 13 on data host",
             r"\[12, 13, 14, 15\]",
             "crash native code",

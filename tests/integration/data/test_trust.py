@@ -167,9 +167,9 @@ def test_a_data_host_logs_who_has_no_token(caplog):
             refusal(address)
     (text,) = [text for text in caplog.messages if "Refused a call" in text]
     assert text == (
-        "Refused a call from ipv4:127.0.0.1, which did not prove that it has the token of data host fake, of job "
-        f"'other', from {credentials().token_source}. If it is a trainer of this job, compare "
-        f"{JOB_SECRET.name} of both."
+        "Refused a call from ipv4:127.0.0.1, which did not prove that it has the token of data host fake (job "
+        f"'other', token from {credentials().token_source}). If it is a trainer of this job, compare "
+        f"{JOB_SECRET.name} on both sides."
     )
 
 

@@ -144,7 +144,7 @@ def lines_of(log, situation):
         (
             "slow transforms",
             r".* of the time for the transforms: the 2 workers of the data hosts are busy ([89]\d|100)% of the time"
-            r", with [34]\d\d ms for a batch\. Make the transforms cheaper, or use more workers .*",
+            r", at [34]\d\d ms per batch\. Make the transforms cheaper, or use more workers .*",
         ),
         ("slow network", r".* of the time for the network: .* is transfer from the data host \(2 MB a batch, .*"),
         (
@@ -153,7 +153,7 @@ def lines_of(log, situation):
         ),
         (
             "slow data host",
-            r".* of the time because of data host {b}: a worker takes 4\d\d ms for a batch there.*",
+            r".* of the time because of data host {b}: a worker takes 4\d\d ms per batch there.*",
         ),
     ],
 )

@@ -142,7 +142,7 @@ def test_a_worker_that_exits_at_its_start_is_named_and_backs_off(tmp_path, metho
         with pytest.raises(DataServiceError) as caught:
             list(module.train_dataloader())
         text = str(caught.value)
-        assert text.startswith("The workers of data hosts cannot start: a worker exited with code 3 in worker_init_fn")
+        assert text.startswith("The data hosts' workers cannot start: a worker exited with code 3 in worker_init_fn")
         assert "indices" not in text
         starts = [float(line) for line in (tmp_path / "starts-0").read_text().split()]
     pauses = [after - before for before, after in pairwise(starts)]

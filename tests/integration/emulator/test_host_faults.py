@@ -38,7 +38,7 @@ def test_killed_local_rank(jobs, work, rank):
     """Only the named local rank is killed, not its worker, its parent process or the other rank."""
     options = ["--devices", "2", "--fault", f"kill-rank:algo-1/{rank}@step=1"]
     ended = run_faulty(jobs, work, *options, mode="local_ranks")
-    assert f"rank {rank}: killed by SIGKILL (exit code 137). Ending the other ranks of this host." in ended.stdout
+    assert f"rank {rank}: killed by SIGKILL (exit code 137). Terminating the other ranks on this host." in ended.stdout
     assert ended.returncode == 137
 
 
@@ -48,7 +48,7 @@ def test_killed_launcher_leaves_its_script(jobs, work):
     ended = run_faulty(jobs, work, *options, mode="watch_launcher")
     assert ended.returncode == 137
     assert ended.stdout.endswith(
-        "The job failed:\nkilled by SIGKILL (exit code 137) on trainer host algo-2, which left no reason\n"
+        "The job failed:\nkilled by SIGKILL (exit code 137) on trainer host algo-2, which gave no reason\n"
     )
     assert int(dict(said_after(ended.stdout, "left of algo-2:"))["algo-1"]) >= 1
     assert not processes_of(jobs)

@@ -25,7 +25,7 @@ def test_interrupted_job_resumes_from_its_checkpoint(jobs, work):
     ((name, _port),) = {(hosts[1], hosts[2]) for hosts in starts[0] + starts[1]}
     assert {hosts[3] for hosts in starts[0] + starts[1]} == {"[]"}
     bucket = jobs / name / "checkpoints"
-    assert first.startswith(f"Folder that stands for the checkpoints' address in S3: {bucket}\nAttempt 1 of 2\n")
+    assert first.startswith(f"Folder that stands in for the checkpoints' location in S3: {bucket}\nAttempt 1 of 2\n")
     assert (jobs / name / "checkpoints" / "step").read_text() == "20"
     assert (jobs / name / "attempt-1" / "algo-1" / "left").exists()
     assert "told" not in second

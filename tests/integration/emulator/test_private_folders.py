@@ -64,10 +64,10 @@ def _make_link(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        pytest.param(lambda path: _make_as_other(path, 0o777), f"is drwxrwxrwx of user id {_OTHER}", marks=_NEEDS_ROOT),
-        pytest.param(lambda path: _make_as_other(path, 0o755), f"is drwxr-xr-x of user id {_OTHER}", marks=_NEEDS_ROOT),
-        (_make_for_all, f"is drwxrwxrwx of user id {os.getuid()}"),
-        (_make_link, f"is lrwxrwxrwx of user id {os.getuid()}"),
+        pytest.param(lambda path: _make_as_other(path, 0o777), f"drwxrwxrwx and owner id {_OTHER}", marks=_NEEDS_ROOT),
+        pytest.param(lambda path: _make_as_other(path, 0o755), f"drwxr-xr-x and owner id {_OTHER}", marks=_NEEDS_ROOT),
+        (_make_for_all, f"drwxrwxrwx and owner id {os.getuid()}"),
+        (_make_link, f"lrwxrwxrwx and owner id {os.getuid()}"),
     ],
     ids=["foreign", "foreign and readable", "writable", "link"],
 )
@@ -79,7 +79,7 @@ def test_a_default_folder_that_others_control_is_refused(
     make(parent)
     ended = _local(shared, work, "train.py")
     assert ended.returncode == 2
-    assert f"{parent}, the default folder for runs, {problem}" in ended.stderr
+    assert f"{parent}, the default folder for runs, has mode {problem}" in ended.stderr
     assert "--base-dir" in ended.stderr
     assert "started" not in ended.stdout
 

@@ -150,7 +150,7 @@ def test_the_next_attempt_begins_with_what_was_uploaded(jobs, work):
     # Every file has the time of its download, although the script had set one of them to 1970.
     everything = str([(name, True) for name in kept])
     assert sorted(said_after(ended.stdout, "found")) == [("algo-1", everything), ("algo-2", everything)]
-    assert f"Folder that stands for the checkpoints' address in S3: {job_dir(jobs) / 'checkpoints'}" in ended.stdout
+    assert f"Folder that stands in for the checkpoints' location in S3: {job_dir(jobs) / 'checkpoints'}" in ended.stdout
     for host in ("algo-1", "algo-2"):
         assert f"Not uploaded when {host} exited: lost." in ended.stdout
         assert row(ended.stdout, host, 1)[2] == "143"

@@ -211,7 +211,7 @@ def test_a_stop_ends_a_host_that_fetches_code(base, work, s3):
     _submit(base, s3, {"train.py": ""})
     s3.objects[_PATH] = None
     with started(base, work, **s3.variables) as running:
-        running.wait_for(f"unpacking the code of the job, {_ADDRESS}")
+        running.wait_for(f"unpacking the job's code, {_ADDRESS}")
         assert s3.asked.wait(TIMEOUT_S)
         running.process.send_signal(signal.SIGTERM)
         assert running.exit_code() == 143

@@ -88,7 +88,7 @@ def test_secrets_are_not_in_the_log(base, hydra_script, hydra):
     ended = _run(base, hydra_script, hydra, {"token": VALUE})
     assert json.loads(ended.stdout)["token"] == VALUE
     assert "'token=(hidden)'" in ended.stderr
-    assert "can read the script's command line, which has the values of token." in ended.stderr
+    assert "can read the script's command line, which contains the values of token." in ended.stderr
     assert VALUE not in ended.stderr
 
 

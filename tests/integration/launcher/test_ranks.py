@@ -103,7 +103,7 @@ def test_a_rank_that_fails_ends_the_others_of_its_host(base, work):
     assert ended.returncode == 137
     how = "killed by SIGKILL (exit code 137)"
     assert failure(base).startswith(f"{how} on trainer host algo-2, rank 3")
-    assert f"rank 3: {how}. Ending the other ranks of this host." in ended.stderr
+    assert f"rank 3: {how}. Terminating the other ranks on this host." in ended.stderr
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(base, work):

@@ -217,4 +217,4 @@ def test_the_emulator_installs_nothing(tmp_path):
     )
     assert ended.returncode == 0, ended.stdout
     folder = tmp_path.resolve()
-    assert f"not installing requirements.txt of {folder}: LIGHTNING_SM_INSTALL_REQUIREMENTS=0." in ended.stdout
+    assert f"not installing requirements.txt from {folder}: LIGHTNING_SM_INSTALL_REQUIREMENTS=0." in ended.stdout

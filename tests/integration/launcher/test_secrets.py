@@ -63,8 +63,8 @@ def test_a_job_without_a_secret_says_so_once(base, work, hosts, current, secret,
     write_job(base, resource_config({"trainer": hosts}, current))
     (work / "train.py").write_text("")
     ended = train(base, work, "train.py", LIGHTNING_SM_JOB_SECRET=secret, **local_addresses("algo-1", "algo-2"))
-    assert ended.stderr.count("this job has no secret: whoever knows its name and can reach port") == is_said
-    assert ended.stderr.count("set LIGHTNING_SM_JOB_SECRET to random characters") == is_said
+    assert ended.stderr.count("this job has no secret: anyone who knows its name and can reach port") == is_said
+    assert ended.stderr.count("set LIGHTNING_SM_JOB_SECRET to the same random characters") == is_said
 
 
 _CLI = """
@@ -124,7 +124,7 @@ def test_other_scripts_keep_secrets_on_their_command_line(secret_base, work):
     (work / "train.py").write_text("import argparse, sys; print(sys.argv[1:])")
     ended = train(secret_base, work, "train.py")
     assert f"--data_service.token={VALUE}" in ended.stdout
-    assert "every process of this host, and W&B, can read the script's command line" in ended.stderr
+    assert "every process on this host, and W&B, can read the script's command line" in ended.stderr
     assert VALUE not in ended.stderr
 
 

@@ -171,7 +171,7 @@ def test_signals_reach_the_whole_group(base, work):
         running.wait_for("rank stops")
         # A script that exits with 0 after the signal may not have finished its work, so it counts as interrupted.
         assert running.exit_code() == INTERRUPTED_EXIT_CODE
-    assert "The script has exited after the signal, and whether its work is complete is not known" in failure(base)
+    assert "The script exited after the signal, and it is not known whether its work is complete" in failure(base)
 
 
 def test_local_ranks_do_not_outlive_a_failed_script(base, work):

@@ -77,8 +77,8 @@ def test_an_account_that_has_everything_is_not_spoken_of(service):
         ({"image": "111122223333.dkr.ecr.us-east-1.amazonaws.com/a/b:1"}, "image", "not in ECR (RepositoryNotFound"),
         ({"image": "111122223333.dkr.ecr.us-east-1.amazonaws.com/lightning-sm"}, "image", "not in ECR (ImageNotFound"),
         ({"output": "s3://nowhere/output"}, "output", "there is no bucket nowhere"),
-        ({"channels": {"training": InputChannel("s3://abroad/data")}}, "channels.training", "is in eu-west-1, and"),
-        ({"groups": {"trainer": Group("ml.g5.xlarge", 3)}}, "groups", "in us-east-1 is 2. Ask for more"),
+        ({"channels": {"training": InputChannel("s3://abroad/data")}}, "channels.training", "is in eu-west-1, but"),
+        ({"groups": {"trainer": Group("ml.g5.xlarge", 3)}}, "groups", "in us-east-1 is 2. Request an increase"),
         ({"spot": Spot(90000)}, "groups", '"ml.g5.xlarge for spot training job usage" in us-east-1 is 1.'),
     ],
 )
@@ -106,13 +106,13 @@ def test_what_may_not_be_looked_at_is_a_warning(service):
     problems, warnings = check(job())
     assert problems == {}
     assert warnings == [
-        "role was not checked: you may not call iam:GetRole.",
-        "image was not checked: you may not call ecr:DescribeImages.",
+        "role was not checked: you are not allowed to call iam:GetRole.",
+        "image was not checked: you are not allowed to call ecr:DescribeImages.",
         *(
-            f"{key}: the bucket bucket was not checked: you may not call s3:ListBucket."
+            f"{key}: the bucket bucket was not checked: you are not allowed to call s3:ListBucket."
             for key in ("channels.training", "output", "checkpoints")
         ),
-        "the quota of the hosts was not checked: you may not call servicequotas:ListServiceQuotas.",
+        "the quota for the hosts was not checked: you are not allowed to call servicequotas:ListServiceQuotas.",
     ]
 
 
@@ -149,7 +149,7 @@ def test_a_session_that_is_over_ends_it(service, monkeypatch, tmp_path):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))  # where tokens are kept
-    with pytest.raises(AWSError, match="renew them, as with aws sso login"):
+    with pytest.raises(AWSError, match=r"renew them \(aws sso login\)"):
         check(job())
     assert service.operations == []
 

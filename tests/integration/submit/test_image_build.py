@@ -70,7 +70,7 @@ def test_the_image_is_built_and_pushed_and_named_by_its_digest(submit, tmp_path)
         assert service.repositories == ["team/digits"]
         assert submit(service) == [build, inspect]
         service.images.clear()  # as an expiry rule would: Docker's memory of the push does not count
-        with pytest.raises(ContainerError, match=r"has pushed .*, but .* has no image of its digest"):
+        with pytest.raises(ContainerError, match=r"has pushed .*, but .* has no image with its digest"):
             submit(service)
     images = [request["AlgorithmSpecification"]["TrainingImage"] for request in service.requests]
     assert images == [f"{REPOSITORY}@{DIGEST}"] * 2

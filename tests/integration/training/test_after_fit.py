@@ -32,7 +32,7 @@ def test_the_first_signal_says_what_happens_and_the_second_ends_the_script(alone
     with started(alone, work, "train.py", LIGHTNING_SM_STOP_SCHEDULE="1,30") as running:
         running.wait_for("after")
         running.process.send_signal(signal.SIGTERM)
-        said = running.wait_for("SIGUSR2: no training runs")
+        said = running.wait_for("SIGUSR2: not training,")
         assert said.endswith("so there is no checkpoint to save. The script continues until SIGTERM.")
         assert running.exit_code() == 143
     assert failure(alone).startswith("The job was stopped or interrupted (SIGTERM). ")

@@ -281,6 +281,6 @@ def test_a_job_that_writes_to_an_object_store_is_told_that_nothing_resumes_from_
     """A dirpath in an object store logs a warning, because a job resumes only from its checkpoint folder."""
     store = f"memory://{host.base_dir.parent.name}"
     fit(host, f"--trainer.callbacks={{class_path: ModelCheckpoint, init_args: {{dirpath: '{store}'}}}}")
-    assert caplog.text.count(f"No attempt of the job resumes from {store}, the dirpath of a callback.") == 1
+    assert caplog.text.count(f"The job does not resume from {store}, the dirpath of a callback.") == 1
     filesystem, root = url_to_fs(store)
     filesystem.rm(root, recursive=True)

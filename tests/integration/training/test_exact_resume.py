@@ -297,7 +297,7 @@ class TestSeveralTrainers:
         """Resuming fails if an earlier job's checkpoints are of several Trainers, none of which is on this line."""
         attempt(ON_TWO_LINES, interrupted=1)
         monkeypatch.setenv("TRAINING_JOB_NAME", "job-2")
-        with pytest.raises(CheckpointError, match=r"has a checkpoint of fit 1 of the Trainer of .* this is fit 1"):
+        with pytest.raises(CheckpointError, match=r"has a checkpoint of fit 1 of the Trainer at .* this is fit 1"):
             attempt("# edited\n" + ON_TWO_LINES)
 
 

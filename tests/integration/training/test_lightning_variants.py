@@ -185,7 +185,7 @@ def test_our_strategies_refuse_the_trainer_of_the_other_distribution(both, base_
     """The error names the import to put first, where Lightning would only call the strategy invalid."""
     imports = {"first": PYTORCH_LIGHTNING, "second": f"lightning_sm, {LIGHTNING}", "trainer": LIGHTNING}
     ended = both.run(base_dir, code=_PLAIN_TRAINER.format(**imports))
-    assert "MixedLightningError The Trainer is lightning.pytorch's, but lightning_sm was loaded with" in ended.stdout
+    assert "MixedLightningError The Trainer is from lightning.pytorch, but lightning_sm was loaded with" in ended.stdout
     assert "Import lightning.pytorch before lightning_sm" in ended.stdout
 
 

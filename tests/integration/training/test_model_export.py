@@ -147,7 +147,7 @@ def test_a_full_model_folder_is_explained(host, monkeypatch, model):
     text = str(caught.value)
     assert text.startswith(f"The model was not written to {host.model_dir}: ")
     assert "give the job a larger volume (volume_gb in job.yaml" in text
-    assert ("LIGHTNING_SM_MODEL=weights needs less." in text) == (model == "full")
+    assert ("If the disk is full, try LIGHTNING_SM_MODEL=weights." in text) == (model == "full")
 
 
 def test_a_first_job_has_no_warning_of_its_own_folder(host):

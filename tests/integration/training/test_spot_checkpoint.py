@@ -215,7 +215,7 @@ def test_handlers_stay_after_the_run(tmp_path, capfd, first):
     """After ``fit``, the first signal reports that nothing is saved, and the script continues until SIGTERM."""
     fit(tmp_path, Model(), max_epochs=1)
     os.kill(os.getpid(), first)
-    said = f"{first.name}: no training runs, so there is no checkpoint to save. The script continues until SIGTERM."
+    said = f"{first.name}: not training, so there is no checkpoint to save. The script continues until SIGTERM."
     assert said in capfd.readouterr().err
     with pytest.raises(TrainingInterrupted) as exit_of_script:
         os.kill(os.getpid(), signal.SIGTERM)

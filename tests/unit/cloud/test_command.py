@@ -35,7 +35,7 @@ def describes(clients, *jobs):
     [
         (["log", "job-1"], "Did you mean logs?"),
         (["sotp", "job-1"], "Did you mean stop?"),
-        (["frobnicate"], "There are list, logs, stop, report, again."),
+        (["frobnicate"], "The commands are list, logs, stop, report, again."),
     ],
 )
 def test_an_unknown_command_is_answered_with_ours(run, argv, words):

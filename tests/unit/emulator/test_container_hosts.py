@@ -123,5 +123,5 @@ def test_an_image_with_another_entry_point_takes_no_script(calls, tmp_path, monk
 def test_docker_is_named_where_it_is_missing(tmp_path, monkeypatch):
     """If Docker is not installed, the error names the missing command."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ContainerError, match=r"needs Docker, but its command docker is not on PATH"):
+    with pytest.raises(ContainerError, match=r"needs Docker, but the docker command is not on PATH"):
         ContainerRuntime("an-image")

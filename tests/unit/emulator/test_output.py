@@ -22,7 +22,7 @@ def test_a_log_that_cannot_be_written_costs_no_line_of_the_terminal(tmp_path):
         host, os.fdopen(readable, "rb")
     )
     assert shown.getvalue().decode().splitlines() == [
-        f"The rest of the output of algo-1 is not in {tmp_path}/output/log.txt: No space left on device.",
+        f"The rest of algo-1's output is not in {tmp_path}/output/log.txt: No space left on device.",
         "algo-1 | one",
         "algo-1 | two",
         "algo-1 | three",

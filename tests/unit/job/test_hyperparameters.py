@@ -166,7 +166,7 @@ def test_encode_writes_json_and_leaves_nested_dicts_whole():
     ("config", "message"),
     [
         ({"k": "x" * 2499}, r"'k' has 2501 characters in JSON; SageMaker allows 2500"),
-        ({"k": {1, 2}}, r"'k' is \{1, 2\}, which has no JSON form"),
+        ({"k": {1, 2}}, r"'k' is \{1, 2\}, which cannot be converted to JSON"),
     ],
 )
 def test_encode_refuses_what_sagemaker_or_the_way_back_would_not_take(config, message):

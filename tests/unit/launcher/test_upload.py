@@ -96,7 +96,7 @@ class TestWatch:
             watch.check(now)
         assert caplog.text == ""
         watch.check(660.0)
-        assert f"SageMaker has not uploaded the checkpoint {shard} for 10 minutes" in caplog.text
+        assert f"SageMaker has not uploaded the checkpoint {shard} within 10 minutes" in caplog.text
         watch.check(6000.0)
         assert caplog.text.count("has not uploaded") == 1
 

@@ -56,7 +56,7 @@ def test_small_amounts_keep_two_digits(value, text):
     ("content", "message"),
     [
         ("per_hour: [1", "is not valid YAML"),
-        ("- 1", r"(?s)file of prices .* is not a mapping .*\nper_hour:"),
+        ("- 1", r"(?s)price file .* is not a mapping .*\nper_hour:"),
         ("ml.g5.xlarge: 1.41", r"(?s)unknown key: ml\.g5\.xlarge\. .*\nper_hour:"),
         ("currency: $", "missing required field `per_hour`"),
         ("{per_hour: {a: 1}, curency: $}", "unknown key: curency"),

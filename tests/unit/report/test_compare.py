@@ -82,7 +82,7 @@ def test_the_tensorflow_example(step_s, speed_up, less):
     assert first.seconds / second.seconds == pytest.approx(speed_up, abs=0.005)
     text = as_text(first, second, prices)
     assert less in text
-    assert re.search(r"^price of an hour +\$37\.70 +\$45\.04 +19\.5% more", text, re.MULTILINE)
+    assert re.search(r"^hourly price +\$37\.70 +\$45\.04 +19\.5% more", text, re.MULTILINE)
     assert f"${37.7 * 5000 * step_s / 3600:.2f}" in text
 
 
@@ -134,7 +134,7 @@ def test_a_restart_is_not_part_of_the_work(tmp_path):
     first, second = compare(once, again, Prices())
     assert second.seconds == pytest.approx(first.seconds, abs=2.0)
     said = sentence(first, second, Prices())
-    assert re.match(r"B was restarted once: what that cost \(\S+ s\) is left out\. B takes ", said)
+    assert re.match(r"B was restarted once: the time lost \(\S+ s\) is left out\. B takes ", said)
 
 
 def test_a_run_that_has_not_succeeded_says_so(tmp_path):
@@ -149,7 +149,7 @@ def test_a_run_of_a_few_steps_says_so():
     """A comparison with a run of few steps starts with a warning."""
     first, second = measured("x", {"a": 1}, 1.0, num_steps=3), measured("y", {"a": 1}, 0.5)
     said = sentence(*compare(first, second, Prices()), Prices())
-    assert said.startswith("A has only 3 steps, whose times say little. B takes 1.5 s instead of 3 s")
+    assert said.startswith("A has only 3 steps: too few for reliable times. B takes 1.5 s instead of 3 s")
 
 
 def test_steps_of_different_size_are_compared_by_samples():

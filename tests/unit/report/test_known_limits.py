@@ -62,7 +62,7 @@ def test_a_slow_rank_of_another_host_is_possible(tmp_path):
     run = Figures(read_run(folder))
     assert verdict.headline(run).startswith("Limited by the backward pass, or a slower rank")
     first, *_ = verdict.changes(run, Prices())
-    assert first.endswith(" A report from the records of all ranks tells which.")
+    assert first.endswith(" A report from the records of all ranks shows which.")
     text = page.render([run], Prices())
     assert "the records of the other ranks are not" in text
     assert "for which the others wait" not in text

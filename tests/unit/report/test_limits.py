@@ -132,7 +132,7 @@ def test_the_cause_of_a_wait_is_part_of_its_name():
     assert headline(run).startswith(
         "Limited by waiting for data (transforms), 40% of the time (8 s). Training waits 45% of"
     )
-    assert limits(run)[0].change == "Set a larger num_workers of the DataLoader, if the host has idle CPUs."
+    assert limits(run)[0].change == "Increase the DataLoader's num_workers if the host has idle CPUs."
     assert limits(run, "Send less.")[0].change == "Send less."
 
 

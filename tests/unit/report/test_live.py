@@ -111,7 +111,7 @@ def test_a_job_that_ended_says_how(job, capsys):
     write(job, End(BEGIN + 120, "succeeded", 0), host="algo-2", who="launcher")
     assert main(["report", "--once", str(job)]) == 0
     said = capsys.readouterr().out.splitlines()[1]
-    assert said == "Failed after 2 min: ValueError: x. The values below are from the seconds before."
+    assert said == "Failed after 2 min: ValueError: x. The values below are from just before the end."
 
 
 def test_a_killed_job_is_not_watched_forever(job, caplog, monkeypatch):

@@ -219,7 +219,7 @@ def test_the_use_of_each_host_is_drawn_over_time(tmp_path):
     write(tmp_path, head(0, who="launcher"), *lines, who="launcher")
     html = rendered(tmp_path, prices=Prices())
     (picture,) = re.findall('aria-label="Use of hosts over the run.*?</figure>', html, flags=re.DOTALL)
-    for name in ("CPUs", "memory", "GPUs (any kernel running)", "memory of GPUs", "algo-1 (trainer)"):
+    for name in ("CPUs", "memory", "GPUs (any kernel running)", "GPU memory", "algo-1 (trainer)"):
         assert f">{name}<" in picture, name
     assert "algo-2 (data)" not in picture
 

@@ -80,7 +80,7 @@ def test_the_latency_of_small_batches_is_no_limit_of_the_network(tmp_path):
 
 def test_idle_workers_are_not_the_answer(tmp_path):
     """If workers wait, something else is too slow, and the plan raises an error."""
-    with pytest.raises(JobConfigError, match="busy only 50% of the time, so more of them are not the answer"):
+    with pytest.raises(JobConfigError, match="busy only 50% of the time, so more workers would not help"):
         plan(of(input_bound(tmp_path, busy=0.5)), Prices())
 
 
@@ -114,9 +114,9 @@ def test_there_are_no_more_workers_than_cpus(tmp_path):
     planned = plan(local(tmp_path, waiting=0.58, cpus=4), Prices())
     assert [line.per_rank for line in planned.lines] == [2, 4]
     said = sentence(planned, Prices())
-    assert "Make the transforms cheaper first, or do them beforehand: building a batch takes 4.8 times as long" in said
+    assert "Make the transforms cheaper first, or run them beforehand: building a batch takes 4.8 times as long" in said
     assert (
-        "to keep up would take 6 workers, each with a CPU of its own. Set num_workers=4: a step would take 25 ms"
+        "keeping up would take 6 workers, each with a CPU of its own. Set num_workers=4: a step would take 25 ms"
         in said
     )
     assert "--price" not in as_text(planned, Prices())  # the hosts stay the same
@@ -175,9 +175,9 @@ def test_hosts_that_help_little_are_not_proposed_without_prices(tmp_path):
     """Without prices, five times the data hosts are not proposed for steps of 21 ms instead of 50 ms."""
     planned = plan(of(input_bound(tmp_path, produce_s=0.2)), Prices())
     assert sentence(planned, Prices()) == (
-        "Training waits 58% of the time for data. Make the transforms cheaper first, or do them beforehand: building a "
-        "batch takes 9.5 times as long as training on it, and to keep up would take 11 workers, each with a CPU of its "
-        "own. No other number of workers or hosts saves 2% of the job's cost."
+        "Training waits 58% of the time for data. Make the transforms cheaper first, or run them beforehand: building "
+        "a batch takes 9.5 times as long as training on it, and keeping up would take 11 workers, each with a CPU of "
+        "its own. No other number of workers or hosts saves 2% of the job's cost."
     )
     assert "Give prices with --price" in as_text(planned, Prices())
 
@@ -205,7 +205,7 @@ def test_transforms_that_take_most_of_the_time_come_before_hosts(tmp_path):
     """For batches of 5 s, cheaper transforms come before 530 workers: the plan stops at 10 times the measured ones."""
     planned = plan(of(input_bound(tmp_path, produce_s=5.0)), Prices())
     said = sentence(planned, Prices())
-    assert "Make the transforms cheaper first, or do them beforehand: building a batch takes 2.4e+02 times" in said
+    assert "Make the transforms cheaper first, or run them beforehand: building a batch takes 2.4e+02 times" in said
     assert planned.best.workers <= 20
 
 
@@ -273,6 +273,6 @@ def test_the_largest_term_is_the_limit():
 def test_the_table_says_what_it_rests_on(tmp_path):
     """The text includes the measured figures, and the table marks the best line."""
     text = as_text(plan(of(input_bound(tmp_path)), PRICES), PRICES)
-    assert "A step needs 96 ms of work by all workers together." in text
+    assert "A step needs 96 ms of work from all workers together." in text
     assert re.search(r"^2 \(measured\) +1 +50 ms", text, re.MULTILINE)
     assert re.search(r"^4 \(best\) +2 +26 ms", text, re.MULTILINE)

@@ -38,5 +38,5 @@ def test_without_an_answer_the_job_may_exist(operation, request_, caplog, error)
     """Without an answer the job may exist and be billed, so a warning names it and the command that stops it."""
     with pytest.raises(type(error)):
         create_job(creator(operation, error), request_)
-    assert "job job-1 may run, and be billed" in caplog.text
+    assert "job job-1 may be running and billed" in caplog.text
     assert "lightning-sm jobs stop job-1" in caplog.text

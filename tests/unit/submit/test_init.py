@@ -120,7 +120,7 @@ def test_a_name_that_is_no_text_leaves_no_file(folder, caplog):
     """A script whose name is not valid text is an error, because a job file is text."""
     os.close(os.open(b"train\xff.py", os.O_CREAT | os.O_WRONLY))
     assert main(["init", os.fsdecode(b"train\xff.py")]) == 2
-    assert "is not text. Rename that file." in caplog.text
+    assert "is not UTF-8. Rename that file." in caplog.text
     assert not (folder / "job.yaml").exists()
 
 

@@ -68,9 +68,9 @@ def test_registries_of_every_partition_are_known(registry, region):
         ({"source_dir": CODE, "script": "nix.py"}, ["script", "nix.py", "source_dir"]),
         ({"source_dir": CODE, "script": "../submit/test_preflight.py"}, ["not a file in source_dir", CODE]),
         ({"source_dir": CODE, "script": __file__}, ["not a file in source_dir", CODE]),
-        ({"request": {"RoleArn": "a"}}, ["request has RoleArn, which the key role decides"]),
-        ({"request": {"StoppingCondition": {"MaxRuntimeInSeconds": 9}}}, ["the key max_run_s decides"]),
-        ({"request": {"Environment": {"A": "b"}}}, ["the key environment decides"]),
+        ({"request": {"RoleArn": "a"}}, ["request has RoleArn, which the key role sets"]),
+        ({"request": {"StoppingCondition": {"MaxRuntimeInSeconds": 9}}}, ["the key max_run_s sets"]),
+        ({"request": {"Environment": {"A": "b"}}}, ["the key environment sets"]),
         ({"tune": Tune("val_acc", {}, "maximize"), "groups": {"a": GPU}, "channels": {}}, ["tune.ranges is empty"]),
         ({"role": None}, ["role"]),
         ({"role": "training"}, ["role", "training", "ARN"]),
@@ -162,9 +162,9 @@ def test_what_cannot_be_copied_is_a_problem(tmp_path, mode):
     found = {problem.text.split()[2].rstrip(","): problem.text for problem in check(job, mode).problems}
     assert set(found) == {".#train.py", "package/all", "pipe", "self"}
     assert "neither a file nor a folder" in found["pipe"]
-    assert "a link to nothing" in found["self"]
-    assert "a link to a folder around it" in found["package/all"]
-    assert "a link to nothing" in found[".#train.py"]
+    assert "a broken link" in found["self"]
+    assert "a link to a folder that contains it" in found["package/all"]
+    assert "a broken link" in found[".#train.py"]
 
 
 def test_local_mode_needs_neither_role_nor_registry(tmp_path):

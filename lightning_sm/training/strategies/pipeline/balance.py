@@ -1,4 +1,4 @@
-"""Ways to cut the layers of a network into stages."""
+"""Functions that cut the layers of a network into stages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def explicit_split(begins: Sequence[int | str], names: Sequence[str], num_stages: int) -> list[range]:
-    """Split the layers into stages where the user asks.
+    """Split the layers into stages at the layers that the user names.
 
     Args:
         begins: The index or name of the first layer in each stage, except for the first stage.

@@ -1,4 +1,4 @@
-"""Pipeline checkpoints: one file, the same for any number of stages as for a single process."""
+"""Pipeline checkpoints: a single file, whose format is the same for one process and any number of stages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LogicalCheckpoint:
         self._first_name = {name: names[0] for names, _ in tied for name in names}
 
     def weights(self) -> dict[str, Any]:
-        """Return a state dict: on the replica's first rank, of the whole module; elsewhere, of this rank's stage.
+        """Return the whole module's state dict on the rank that writes checkpoints, and this stage's on other ranks.
 
         A collective call within the replica.
         """
@@ -69,7 +69,7 @@ class LogicalCheckpoint:
         self._module.load_state_dict(own, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return optimizer state: on the replica's first rank, for all parameters; elsewhere, for this stage's.
+        """Return the state of all parameters on the rank that writes checkpoints, and of this stage's on other ranks.
 
         A collective call within the replica. Parameters are numbered group by group, as in torch, and in the module's
         order within a group.

@@ -1,4 +1,4 @@
-"""The exchange of nested values between the ranks of a replica: tensors are sent directly, all else is pickled."""
+"""The exchange of nested values between the ranks of a replica: tensors are sent directly, and the rest is pickled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Gap:
 
 
 class Replica:
-    """The process groups of a replica of the model.
+    """The process groups of one replica of the model.
 
     Pickled values are sent over a Gloo group: NCCL would copy each to the device and back, and the process would wait
     for the device's queue.
@@ -71,7 +71,7 @@ class Replica:
             dist.send(tensor, group=self.group, group_dst=position)
 
     def receive(self, position: int, *, to_host: bool = False) -> Any:
-        """Return the value that a position sends.
+        """Return the value that the rank at a position sends.
 
         Args:
             position: The position in the pipeline.
@@ -140,7 +140,7 @@ class Replica:
         try:
             yield
         except Exception as error:  # noqa: BLE001  # raised below
-            # torch wraps the errors of layers.
+            # torch wraps errors that layers raise.
             self._raised = error.__cause__ if isinstance(error.__cause__, Exception) else error
             raise self._raised from None
 

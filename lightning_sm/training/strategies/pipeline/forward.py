@@ -16,8 +16,8 @@ from lightning_sm.training.strategies.pipeline.random_state import preserve_rand
 from lightning_sm.training.strategies.pipeline.rows import num_microbatches
 from lightning_sm.training.strategies.pipeline.stage import Stage, as_tuple
 
-# Largest difference between outputs that counts as rounding, relative to the largest output. It exceeds
-# rounding within one kernel, because different numbers of rows may run different kernels.
+# Largest difference between outputs that counts as rounding, relative to the largest output. It exceeds one
+# kernel's rounding errors, because different numbers of rows may select different kernels.
 _TOLERANCE = 1e-2
 _TOLERANCE_EPS = 16
 
@@ -77,7 +77,7 @@ def refuse_mixed_rows(stage: Stage, replica: Replica, inputs: Sequence[Tensor]) 
     """
     training = [module for module in stage.modules() if module.training]
     stage.eval()
-    # Raise together: otherwise, if the last rank fails, the others wait for it in a step that it never begins.
+    # Raise together: otherwise, if the last rank fails, the others would wait for it in a step that it never begins.
     with replica.together(), preserve_random_state():
         whole, again, apart = (as_tuple(evaluate(stage, replica, inputs, number)) for number in (1, 1, 2))
         for output, repeated, parts in zip(whole, again, apart, strict=True):
@@ -87,12 +87,12 @@ def refuse_mixed_rows(stage: Stage, replica: Replica, inputs: Sequence[Tensor]) 
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else output.dtype
             tolerance = largest * max(_TOLERANCE, _TOLERANCE_EPS * torch.finfo(dtype).eps)
             difference = float((parts - output).abs().max()) if parts.shape == output.shape else math.inf
-            # Accept layers that draw random numbers even in eval mode: with these, the outputs of equal runs differ.
+            # Accept layers that draw random numbers even in eval mode: their outputs differ in identical runs, too.
             if difference > tolerance >= float((repeated - output).abs().max()):
                 raise StrategyError(
-                    f"The network's output for a row depends on other rows of its batch: rows 0 to "
-                    f"{len(inputs[0]) - 1} give outputs that differ by {difference:.2g} as one batch and as two "
-                    f"microbatches (largest value {largest:.2g}). A pipeline cuts batches along dimension 0. If "
+                    f"The network's output for a row depends on other rows of its batch: for rows 0 "
+                    f"to {len(inputs[0]) - 1}, the outputs of one batch and of two microbatches differ by "
+                    f"{difference:.2g} (largest value {largest:.2g}). A pipeline cuts batches along dimension 0. If "
                     "dimension 0 is time, put the samples first; with nn.LSTM and nn.TransformerEncoderLayer, set "
                     "batch_first=True. If layers compare the samples of a batch, use num_microbatches=1, or "
                     "strategy=ddp or fsdp."

@@ -1,4 +1,4 @@
-"""The gradients that a schedule computes, held back until Lightning's step order expects them."""
+"""The gradients that a schedule computes, held back until Lightning calls ``backward``."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _LAYERS = "pipeline_layers"
 
 
 class Network:
-    """The part of a LightningModule that is cut: an ``nn.Sequential``, or a module with ``pipeline_layers()``.
+    """The part of a LightningModule to cut into stages: an ``nn.Sequential``, or a module with ``pipeline_layers()``.
 
     Args:
         module: The LightningModule.
@@ -60,8 +60,8 @@ class Network:
     def _check(self, module: LightningModule) -> None:
         if any(isinstance(layer, RemoteLayerPlaceholder) for layer in self.module.modules()):
             raise StrategyError(
-                f"{type(module).__name__}.{self.name} was cut by the strategy of another Trainer, so this rank has "
-                "only a part of it. Use the same Trainer again, or a new model with ckpt_path."
+                f"{type(module).__name__}.{self.name} was cut by another Trainer's strategy, so this rank has "
+                "only part of it. Use the same Trainer again, or a new model with ckpt_path."
             )
         with_parameters = [id(layer) for layer in self.layers if next(layer.parameters(), None) is not None]
         if len(set(with_parameters)) < len(with_parameters):
@@ -143,7 +143,7 @@ def materialize(layers: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def _initializers(layers: Sequence[nn.Module]) -> list[tuple[nn.Module, Callable[[], Any]]]:
-    """Return the modules with tensors on the meta device, inner modules first, and the functions that fill them."""
+    """Return the modules with tensors on the meta device, inner modules first, and their initializers."""
     initializers = []
     for module in (module for layer in layers for module in reversed(list(layer.modules()))):
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

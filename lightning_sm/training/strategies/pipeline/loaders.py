@@ -7,7 +7,7 @@ from typing import Any
 
 
 class FollowingLoader:
-    """A stand-in for a loader that yields None in place of each batch, so that this rank fetches nothing.
+    """A loader's stand-in, which yields None in place of each batch, so that this rank fetches nothing.
 
     ``PipelineParallelStrategy.batch_to_device`` replaces each None with the batch of the first rank.
 

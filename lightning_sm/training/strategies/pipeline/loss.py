@@ -1,4 +1,4 @@
-"""The loss of a step, combined from the losses of its microbatches, and a check of their weights."""
+"""The loss of a step, combined from the losses of its microbatches, and a check of how they are weighted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EVERY_STEPS = 100
 # Largest accepted gradient difference, relative to the norm: above rounding, below the effect of wrong weights.
 _TOLERANCE = 1e-3
 _TOLERANCE_EPS = 4
-# A difference below this share of the largest gradient so far is rounding: a trained model's gradients are that small.
+# Differences below this fraction of the largest gradient so far count as rounding: trained models have tiny gradients.
 _ROUNDING = 1e-5
 
 
@@ -46,7 +46,7 @@ class StepLoss:
         kind: How to combine the microbatches' losses: "mean" or "sum".
 
     Raises:
-        StrategyError: The loss is a sum, but the module has weights.
+        StrategyError: The loss is a sum, but the module has a method ``pipeline_weight``.
 
     Attributes:
         error: The error that the user's code raised in this step. Raise it only after the schedule: in the middle, it
@@ -69,7 +69,7 @@ class StepLoss:
         self.error: Exception | None = None
 
     def begin(self, arguments: tuple[Any, ...], rows: int, microbatches: int, *, step: int) -> None:
-        """Begin a step.
+        """Begin a step, and compute the weights of its microbatches.
 
         Args:
             arguments: The arguments of ``training_step``; the first is the batch.
@@ -197,7 +197,7 @@ class StepLoss:
             f"{whole:.6g}, but {apart:.6g} from {number} microbatches of these rows{gradients}. "
             f"If the loss averages over something else, such as non-padding tokens or weighted classes, add a "
             f"method to {name} that returns the weight: def {_WEIGHT}(self, batch): return (batch[1] != -100).sum(). "
-            "If it adds the rows up, set loss: sum of the strategy. "
+            "If it adds up the rows, set the strategy's option loss: sum. "
             "If it compares the rows of a batch with each other (contrastive losses), microbatches cannot compute it: "
             "use num_microbatches=1, or strategy=ddp or fsdp."
         )

@@ -1,4 +1,4 @@
-"""The placement of stages and replicas on ranks. Pure arithmetic, without torch."""
+"""The placement of stages and replicas on ranks, as pure arithmetic without torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The random numbers of a pipeline: equal on all ranks of a replica in hooks, different in each stage.
+"""Random numbers in a pipeline: hooks draw the same on all ranks of a replica, and each stage draws different ones.
 
 Outside the stages, user code draws from the default generators of Python, NumPy and torch. Their states are equal on
-all ranks of a replica: if only one rank draws, the others get its state. Each stage draws from a separate stream,
-seeded from the default generator for each run. So the state of the default generators in a checkpoint determines all
-later draws of the stages.
+all ranks of a replica: if only one rank draws, its state is copied to the others. Each stage draws from a separate
+stream, which is seeded from the default generator each time the stage runs. So the default generators' state in a
+checkpoint determines everything that the stages draw later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_sm._random_state import RandomState
 
 
 def random_state() -> bytes:
-    """Return the state of the default generators, to compare it or send it to another rank."""
+    """Return the state of the default generators as bytes, to be compared or sent to another rank."""
     return pickle.dumps(RandomState.now())
 
 

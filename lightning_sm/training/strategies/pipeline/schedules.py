@@ -40,7 +40,7 @@ class ScheduleRunner:
         self._name = name
         self._loss = loss
         self._shapes: dict[Hashable, StageShapes] = {}
-        # The latest schedule, with buffers for its shapes. Others are remade from _shapes, without a forward pass.
+        # The latest schedule, with buffers for its shapes. Others are rebuilt from _shapes, without a forward pass.
         self._schedule: Any = None
         self._key: Hashable = None
 
@@ -77,7 +77,7 @@ class ScheduleRunner:
             return self._schedule.step(*stage_inputs, target=target, return_outputs=self._replica.is_last)
 
     def _make(self, microbatches: int, shapes: StageShapes) -> Any:
-        # Import here: scripts with other strategies need not wait 0.2 s for this import.
+        # Import here, so that scripts with other strategies do not wait 0.2 s for this import.
         from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415
         from torch.distributed.pipelining.schedules import get_schedule_class  # noqa: PLC0415
 

@@ -26,8 +26,8 @@ class _MetricValue(NamedTuple):
 class StepEffects:
     """The side effects of the user's steps; only the rank of the last stage runs the steps to the end.
 
-    Calls to ``self.log`` and ``self.print`` are recorded during a step, and made on all ranks after it. Buffers outside
-    the network are copied to all ranks. Attributes of the module and the states of metrics stay on the last rank, but a
+    Calls to ``self.log`` and ``self.print`` are recorded during a step, and repeated on all ranks afterwards. Buffers
+    outside the network are copied to all ranks. Module attributes and metric states stay on the last rank, but a
     metric's ``compute`` returns its value on all ranks.
 
     Args:
@@ -42,7 +42,7 @@ class StepEffects:
         inner = {id(child) for child in network.modules()}
         self._parts = {name: child for name, child in module.named_modules() if id(child) not in inner}
         self._metrics = {name: part for name, part in self._parts.items() if isinstance(part, Metric)}
-        # The name, arguments and keywords of each call.
+        # The method name, positional arguments and keyword arguments of each call.
         self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self._is_alone = False
         for metric in self._metrics.values():
@@ -50,7 +50,7 @@ class StepEffects:
 
     @contextmanager
     def recorded(self, step: str) -> Iterator[None]:
-        """Record a step's calls, of which only the last rank's count, and let metrics compute on this rank only.
+        """Record a step's calls (only those of the last rank count), and let metrics compute on this rank alone.
 
         Args:
             step: Name of the user's method.
@@ -119,7 +119,7 @@ class StepEffects:
         }
 
     def _for_all_ranks(self, compute: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap a metric's ``compute``: outside steps, it returns the last rank's value on all ranks."""
+        """Wrap a metric's ``compute`` so that, outside steps, it returns the last rank's value on all ranks."""
 
         def shared() -> Any:
             if self._is_alone:
@@ -148,8 +148,8 @@ class _NoLogger:
 
     def __getattr__(self, name: str) -> Any:
         raise StrategyError(
-            f"{self._step} uses self.logger.{name}. Only the ranks of the last stage run it, but only the logger of "
-            "rank 0 writes. Log with self.log, or set outputs: all of the strategy."
+            f"{self._step} uses self.logger.{name}. Only the ranks of the last stage run it, but only rank 0's "
+            "logger writes. Log with self.log, or set the strategy's option outputs: all."
         )
 
 

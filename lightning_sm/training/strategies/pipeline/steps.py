@@ -21,16 +21,16 @@ from lightning_sm.training.strategies.pipeline.layers import Network
 from lightning_sm.training.strategies.pipeline.random_state import random_state
 from lightning_sm.training.strategies.pipeline.step_effects import StepEffects
 
-# Attributes of these classes are copied item by item.
+# Attributes of these classes are copied shallowly, because steps may change them in place.
 _CONTAINERS = (list, dict, set, deque)
 
 
 class _LeftError(BaseException):
-    """An exception that leaves the user's step at the network's call; no ``except Exception`` catches it."""
+    """An exception that ends the user's step when it calls the network; ``except Exception`` does not catch it."""
 
 
 class UserSteps:
-    """A runner of the user's steps, whose network is split across several ranks.
+    """A runner of the user's steps for a network that is split across several ranks.
 
     The LightningModule stays as the user wrote it. Each rank of a replica runs a step until it calls the network, and
     then runs its own stage. The last rank receives the output and runs the rest of the step. The others leave the step
@@ -147,7 +147,7 @@ class UserSteps:
         return self._forward(*inputs)
 
     def _with_network(self, forward: Callable[..., Any], where: str, step: Callable[[], Any]) -> Any:
-        """Run a step in which ``forward`` handles the one call of the network.
+        """Run a step whose single call of the network is handled by ``forward``.
 
         Raises:
             StrategyError: The step does not call the network exactly once.
@@ -193,7 +193,7 @@ class UserSteps:
 
     @cached_property
     def _spares(self) -> dict[int, Any]:
-        """A copy of each metric, by the metric's id; made once, on the device, to avoid copying an epoch's states."""
+        """A copy of each metric, by the metric's id; made once, so that no step copies an epoch's states."""
         metrics = [child for child in self._module.modules() if isinstance(child, (Metric, MetricCollection))]
         known = dict(self._shared)
         return {id(metric): copy.deepcopy(metric, known) for metric in metrics if id(metric) not in known}
@@ -216,7 +216,7 @@ def loss_of(result: Any, where: str) -> Tensor:
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):
         raise StrategyError(
-            f"{where} returned {type(result).__name__} without a loss. In a pipeline, every step needs one, because a "
-            "rank of a replica cannot skip a batch alone."
+            f"{where} returned {type(result).__name__} without a loss. In a pipeline, every step needs one, because "
+            "one rank of a replica cannot skip a batch on its own."
         )
     return loss

@@ -42,13 +42,13 @@ from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tie
 
 logger = logging.getLogger(__name__)
 
-# In 2.9, neighbouring stages send each other tensors of different sizes at the start, and Gloo aborts the process.
+# In 2.9, neighbouring stages exchange tensors of different sizes at the start, and Gloo aborts the process.
 _OLDEST_TORCH = "2.11"
 _TIMEOUT = timedelta(minutes=30)  # torch's and Lightning's default
 
 
 class PipelineParallelStrategy(DDPStrategy):
-    """A strategy that splits the layers of a model across processes, combined with data parallelism.
+    """A strategy that splits the layers of a model across processes, with or without data parallelism.
 
     Write an ordinary LightningModule: its network is an ``nn.Sequential``, or a module with a method
     ``pipeline_layers()`` that returns its layers in order, and ``training_step`` calls the network once. Each process
@@ -60,16 +60,16 @@ class PipelineParallelStrategy(DDPStrategy):
         pipeline_parallel_size: Number of processes per replica of the model. "auto": all processes on a host, or on all
             hosts if each has only one.
         data_parallel_size: Number of replicas. "auto": as many as the processes allow.
-        num_microbatches: Number of microbatches per step. With fewer, ranks wait longer for each other; choose at least
-            one per stage. Batches are cut into equal parts, as many as possible up to this number.
-        schedule: Order of forward and backward passes. "gpipe" holds the activations of all microbatches; "1f1b" limits
-            the number of these microbatches to the number of stages.
+        num_microbatches: Number of microbatches per step. Choose at least one per stage: with fewer, ranks wait longer
+            for each other. A batch is cut into as many equal parts as possible, up to this number.
+        schedule: Order of forward and backward passes. "gpipe" holds the activations of all microbatches; "1f1b" holds
+            those of at most as many microbatches as there are stages.
         placement: "cluster": the ranks of a replica are neighbours, mostly on one host. "spread": they are as far apart
             as possible, so that replicas of a stage are neighbours.
         network: Name of the network in the LightningModule. If None, the module's only child that can be cut.
         loss: How to combine the losses of microbatches into the loss of the batch: "mean" weights them by rows, or by
             the result of the module's method ``pipeline_weight(batch)``; "sum" adds them up. The strategy verifies the
-            choice by comparing gradients in the first steps, and then in one step out of a hundred.
+            choice by comparing gradients in the first steps, and then in one step in a hundred.
         split: Where to cut the network: "parameters" balances the number of parameters; a list names the first layer of
             each stage, except for the first stage.
         outputs: "loss": in training, validation and test, only the ranks of the last stage get the network's outputs;
@@ -79,10 +79,10 @@ class PipelineParallelStrategy(DDPStrategy):
         timeout: How long to wait for another process before raising an error.
 
     Raises:
-        StrategyError: An argument is invalid, or, in ``setup``, the model or the Trainer cannot be pipelined.
+        StrategyError: An argument is invalid, or, in ``setup``, the model or the Trainer does not support a pipeline.
     """
 
-    def __init__(  # noqa: PLR0917  # as Lightning's strategies
+    def __init__(  # noqa: PLR0917  # like Lightning's strategies
         self,
         pipeline_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
@@ -99,7 +99,7 @@ class PipelineParallelStrategy(DDPStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         if TorchVersion(torch.__version__) < _OLDEST_TORCH:
             raise StrategyError(
-                f"strategy=pipeline needs torch {_OLDEST_TORCH} or newer, and this is {torch.__version__}. On Gloo, "
+                f"strategy=pipeline needs torch {_OLDEST_TORCH} or newer, but this is {torch.__version__}. On Gloo, "
                 "the first step hangs with torch 2.6 and aborts the process with 2.9. Update torch, or use "
                 "strategy=fsdp."
             )
@@ -131,7 +131,7 @@ class PipelineParallelStrategy(DDPStrategy):
         self._replicas: list[list[int]] = []
         self._cut_module: LightningModule | None = None
         self._is_sync_blocked = False
-        # Starting loaders draws random numbers, but only on the rank that fetches batches. Share its state afterwards.
+        # Starting loaders draws random numbers only on the rank that fetches batches, so share its state afterwards.
         share = {f"on_{stage}_start": self._share_random_state for stage in ("train", "validation", "test", "predict")}
         self._shared_draws = LambdaCallback(**share)
 
@@ -155,7 +155,7 @@ class PipelineParallelStrategy(DDPStrategy):
         self._replica = Replica(tensors, objects, self._replicas[self._number], self.root_device)
 
     def _group(self, groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
-        """Create process groups of ranks, and return this rank's group."""
+        """Create a process group for each list of ranks, and return this rank's group."""
         own, _ = dist.new_subgroups_by_enumeration(groups, timeout=self._group_timeout, backend=backend)
         return cast(dist.ProcessGroup, own)
 
@@ -198,8 +198,8 @@ class PipelineParallelStrategy(DDPStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Run the transfer hooks on the replica's first rank, and broadcast its batch to the other ranks.
 
-        Otherwise, the user's random transforms and samplers could give the stages different batches. The random state
-        is broadcast along with the batch.
+        If every rank ran them, the user's random transforms and samplers could give the stages different batches. The
+        random state is broadcast along with the batch.
 
         Args:
             batch: The batch.
@@ -222,7 +222,7 @@ class PipelineParallelStrategy(DDPStrategy):
         Args:
             dataloader: One of the Trainer's loaders.
         """
-        # For prediction, every rank needs the loader: prediction writers get the sample indices of a batch from it.
+        # For prediction, every rank needs the loader: prediction writers get a batch's sample indices from it.
         if self._fetches or self._module.trainer.predicting or sized_len(dataloader) is None:
             return dataloader
         return FollowingLoader(dataloader)
@@ -241,7 +241,7 @@ class PipelineParallelStrategy(DDPStrategy):
             trainer: The Trainer.
 
         Raises:
-            StrategyError: The model or the Trainer cannot be pipelined; the message gives the reason.
+            StrategyError: The model or the Trainer does not support a pipeline; the message gives the reason.
         """
         module = self._module
         if module is not self._cut_module:
@@ -251,14 +251,14 @@ class PipelineParallelStrategy(DDPStrategy):
                 self._cut(module)
             self._cut_module = module
         if self._shared_draws not in trainer.callbacks:
-            # Share before the callbacks' hooks, and again before the module's: callbacks may restart loaders.
+            # Share the state before the callbacks' hooks, and again before the module's: callbacks may restart loaders.
             trainer.callbacks = [self._shared_draws, *trainer.callbacks, self._shared_draws]
-        # Skip DDP's setup, which would wrap the model, and copy rank 0's weights to ranks with other stages.
+        # Skip DDP's setup: it would wrap the model, and copy rank 0's weights to ranks with other stages.
         super(DDPStrategy, self).setup(trainer)
         if not self._fetches:
             # The batch comes from the first rank, which has already called the user's hook on it.
             module._on_before_batch_transfer = lambda batch, dataloader_idx=0: batch  # type: ignore[method-assign]
-        # Clip by the norm over all stages, so that clip_gradients of the module and the plugin work unchanged.
+        # Clip by the norm over all stages, so that the module's and the plugin's clip_gradients work unchanged.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -277,7 +277,7 @@ class PipelineParallelStrategy(DDPStrategy):
                 "those of its stage, so ranks would take different numbers of steps. Use another optimizer, or "
                 "strategy=ddp."
             )
-        # Before the network is cut, LightningCLI gives all parameters to the optimizer that --optimizer selects.
+        # LightningCLI gives the --optimizer all parameters before the network is cut, so drop those of other ranks.
         own = set(map(id, self._tied.without_copies(self._module.parameters())))
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
@@ -292,7 +292,7 @@ class PipelineParallelStrategy(DDPStrategy):
         return cast(LightningModule, self.lightning_module)
 
     def _setup_model(self, model: Any) -> Any:
-        # Equal seeds do not guarantee equal weights in all replicas of a stage.
+        # Copy the weights: equal seeds do not guarantee equal weights in all replicas of a stage.
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), group=self._data_group, group_src=0)
         self._tied.update_copies()
@@ -395,7 +395,7 @@ class PipelineParallelStrategy(DDPStrategy):
             arguments: The arguments of the LightningModule's ``training_step``; the first is the batch.
 
         Returns:
-            The result of ``training_step`` for the whole batch. Its loss delivers the gradients in ``backward``.
+            The result of ``training_step`` for the whole batch. Calling ``backward`` on its loss adds the gradients.
         """
         rows = num_rows(arguments[0])
         microbatches = num_microbatches(rows, self._num_microbatches)
@@ -472,7 +472,7 @@ class PipelineParallelStrategy(DDPStrategy):
         return self._replica.broadcast(self._forward_of_last(inputs), self._replica.last)
 
     def _check_loss(self, result: Any) -> None:
-        """Raise the same error on all ranks if a loss does not follow from the losses of its microbatches."""
+        """Raise the same error on all ranks if the loss is not the declared combination of its microbatches' losses."""
         if not is_checked(self._num_steps):
             return
         errors: list[str | None] = [None] * self.world_size
@@ -535,7 +535,7 @@ class PipelineParallelStrategy(DDPStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return weights: on rank 0, of all stages; elsewhere, of this rank's stage. A collective call."""
+        """Return the weights of all stages on rank 0, and of this rank's stage elsewhere; a collective call."""
         return self._checkpoint.weights()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

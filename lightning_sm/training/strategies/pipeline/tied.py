@@ -12,7 +12,7 @@ from lightning_sm.training.strategies.pipeline.exchange import Replica
 
 
 class TiedNames(NamedTuple):
-    """The names of one parameter.
+    """The names of one parameter, and the stages that hold it.
 
     Attributes:
         names: Its names in the LightningModule, in the module's order; torch lists only the first.
@@ -43,9 +43,9 @@ def find_tied(module: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> list[
 class TiedWeights:
     """The parameters that several layers share, within this rank or across ranks.
 
-    On construction, the layers of this rank are tied again, because ``materialize`` gives each layer new tensors. If
-    several ranks hold a parameter, the first owns it: the owner gets the sum of the gradients, and only the owner's
-    optimizer has the parameter. The other ranks have a copy, which gets the new values after each step.
+    The constructor ties this rank's layers again, because ``materialize`` gives each layer new tensors. If several
+    ranks hold a parameter, the first owns it: the owner gets the sum of the gradients, and only the owner's optimizer
+    has the parameter. The other ranks have a copy, which is updated after each step.
 
     Args:
         module: The LightningModule with this rank's layers.

@@ -63,7 +63,7 @@ def test_another_strategy_wins_over_distribution_and_both_are_named(host, caplog
     """The script's strategy wins and a warning names both: pytorchddp, which needs no library, sends the same."""
     configure(host, "ml.p4d.24xlarge", ASKED)
     said = (
-        "asks for smdistributed.dataparallel (or pytorchddp, for which the SDK sends the same), but strategy={} is set"
+        "asks for smdistributed.dataparallel (or pytorchddp: the SDK sends the same for both), but strategy={} is set"
     )
     assert type(host.make(*CPU, "--trainer.strategy=ddp").trainer.strategy) is DDPStrategy
     assert said.format("ddp") in caplog.text

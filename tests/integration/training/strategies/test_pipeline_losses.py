@@ -62,7 +62,7 @@ def test_replicas_count_as_with_ddp(fits: Seen, kind: str):
     ("name", "messages"),
     [
         ("undeclared padding", ["weighted by rows", "pipeline_weight(self, batch)"]),
-        ("undeclared sum", ["adds the rows up, set loss: sum"]),
+        ("undeclared sum", ["adds up the rows, set the strategy's option loss: sum"]),
         ("contrastive", ["compares the rows of a batch", "num_microbatches=1"]),
         ("replicas, undeclared padding", ["weighted by rows", "pipeline_weight(self, batch)"]),
     ],

@@ -18,7 +18,7 @@ def test_a_batch_that_kills_workers_names_its_indices():
     error = explain("WorkerLost", 7, FailureDecision(is_fatal=True, failures=FAILURES), list(range(40)))
     assert type(error) is DataServiceError
     assert str(error).startswith(
-        f"Step 7 kills the workers of data hosts: a worker {FAILURES[0]} (2 times); a worker {FAILURES[1]}. Look for "
+        f"Step 7 kills the data hosts' workers: a worker {FAILURES[0]} (2 times); a worker {FAILURES[1]}. Look for "
     )
     assert str(error).endswith("12, 13, 14, 15] and 24 more.")
 
@@ -28,7 +28,7 @@ def test_a_worker_that_cannot_start_blames_no_sample():
     why = "exited with code 3 in worker_init_fn on data host b:1"
     error = explain("WorkerNotStarted", 7, FailureDecision(is_fatal=True, failures=(why, why)), list(range(40)))
     assert type(error) is DataServiceError
-    assert str(error).startswith(f"The workers of data hosts cannot start: a worker {why} (2 times). Check worker_")
+    assert str(error).startswith(f"The data hosts' workers cannot start: a worker {why} (2 times). Check worker_")
     assert "indices" not in str(error)
 
 

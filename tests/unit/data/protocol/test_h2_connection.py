@@ -544,7 +544,7 @@ def test_a_violation_of_http2_ends_the_connection(server, channel, what):
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (message(b"x", is_compressed=1), "a compressed message arrived, which was not agreed upon"),
+        (message(b"x", is_compressed=1), "a compressed message arrived, but compression was not negotiated"),
         (struct.pack(">BI", 0, 2**32 - 1), "a message of 4294967295 bytes arrived; 70254592 are allowed"),
     ],
 )

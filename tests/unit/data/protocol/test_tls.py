@@ -61,9 +61,9 @@ def test_files_come_as_they_are(files):
         (("bytes", "key"), "bytes (data_service.tls_certificate) does not contain a PEM certificate"),
         (("key", "key"), "key (data_service.tls_certificate) does not contain a PEM certificate"),
         (("certificate", "key", "text"), "text (data_service.tls_authority) does not contain a PEM certificate"),
-        (("certificate", "text"), "text (data_service.tls_key) is not the private key"),
-        (("certificate", "other_key"), "other_key (data_service.tls_key) is not the private key"),
-        (("certificate", "locked_key"), "locked_key (data_service.tls_key) is not the private key, in PEM and without"),
+        (("certificate", "text"), "text (data_service.tls_key) is not an unencrypted PEM file"),
+        (("certificate", "other_key"), "other_key (data_service.tls_key) is not an unencrypted PEM file"),
+        (("certificate", "locked_key"), "locked_key (data_service.tls_key) is not an unencrypted PEM file"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_setting(files, names, message):

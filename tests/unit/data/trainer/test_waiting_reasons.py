@@ -66,7 +66,7 @@ def test_slow_transforms_need_workers():
     assert text.startswith(
         "Training waits 97% of the time for the transforms: the 6 workers of the data hosts are busy"
     )
-    assert "busy 95% of the time, with 1.98 s for a batch. Make the transforms cheaper, or use more workers" in text
+    assert "busy 95% of the time, at 1.98 s per batch. Make the transforms cheaper, or use more workers" in text
 
 
 def test_a_slow_network_is_named_with_its_rate():
@@ -119,7 +119,7 @@ def test_a_data_host_with_a_slow_network_is_named():
     slow = replace(HOST, num_received=10, transfer_s=9.0)
     text = verdict(ranks(waiting(5.0, 4.5)), hosts(HOST, slow))
     assert (
-        "because of the network of data host algo-4: its batches are 900 ms in transit, those of the others 10 ms"
+        "because of the network of data host algo-4: its batches spend 900 ms in transit, those of the others 10 ms"
         in text
     )
 

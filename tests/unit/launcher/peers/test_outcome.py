@@ -43,7 +43,7 @@ def test_a_failure_names_the_hosts_whose_scripts_had_left_with_success():
         tracker.heard(host, 0)
     tracker.reported("b", Outcome.of_exit_code(0), 4)
     tracker.reported("a", Outcome.of_exit_code(1, "RuntimeError: Connection closed by peer"), 5)
-    expected = "RuntimeError: Connection closed by peer\nBefore, the script had exited with code 0 on: b."
+    expected = "RuntimeError: Connection closed by peer\nThe script had already exited with code 0 on: b."
     assert tracker.job_outcome.reason.text == expected
 
 

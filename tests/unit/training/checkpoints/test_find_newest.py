@@ -199,7 +199,7 @@ def test_a_truncated_file_is_never_taken(tmp_path, warnings_of):
         assert newest_path(tmp_path) == good, size
         (warning,) = warnings_of()
         assert warning.startswith(f"{bad} "), size
-        assert warning.endswith(f". Using {good} of step 2 instead."), size
+        assert warning.endswith(f". Using {good} from step 2 instead."), size
     bad.write_bytes(whole)
     assert newest_path(tmp_path) == bad
 
@@ -227,7 +227,7 @@ def test_a_checkpoint_with_a_changed_byte_is_passed_over(tmp_path, warnings_of, 
     assert newest_path(tmp_path) == older
     (warning,) = warnings_of()
     assert f"{newest} is damaged: the checksum of " in warning
-    assert f"data/0 in b.ckpt is wrong. Using {older} of step 1 instead." in warning
+    assert f"data/0 in b.ckpt is wrong. Using {older} from step 1 instead." in warning
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_other_content_starts_from_the_beginning(tmp_path, warnings_of, content)
     (tmp_path / "x.ckpt").write_bytes(content)
     assert newest_path(tmp_path) is None
     first, second = warnings_of()
-    assert first == f"{tmp_path / 'x.ckpt'} is truncated, or not a file of torch.save."
+    assert first == f"{tmp_path / 'x.ckpt'} is truncated, or was not written by torch.save."
     assert _BEGINNING in second
 
 
@@ -450,7 +450,7 @@ def test_a_whole_deepspeed_checkpoint_is_taken(tmp_path, warnings_of, stage):
     [
         ("latest", "is a folder without .metadata"),
         ("checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt", "has no model states of rank 0 in its subfolder"),
-        ("checkpoint/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "has the optimizer's states of 1 of 2 ranks"),
+        ("checkpoint/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "has the optimizer states of only 1 of 2 ranks"),
     ],
 )
 def test_a_deepspeed_checkpoint_without_a_file_is_passed_over(tmp_path, warnings_of, name, fault):

@@ -212,5 +212,5 @@ def test_a_network_that_was_cut_before_is_refused():
     """A network that another Trainer has cut is refused: a new one would cut the rest."""
     module = module_of(network=three_layers())
     Network(module, None).remove(range(1))
-    with pytest.raises(StrategyError, match="was cut by the strategy of another Trainer"):
+    with pytest.raises(StrategyError, match="was cut by another Trainer's strategy"):
         Network(module, None)

@@ -141,7 +141,7 @@ def test_a_sum_is_compared_with_the_sum():
     output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
     labels = labels_of([3] * ROWS)
     model = Model(lambda output, labels: mean(output, labels) * len(labels))
-    assert "If it adds the rows up, set loss: sum of the strategy." in run(model, output, labels).check(1.0)
+    assert "If it adds up the rows, set the strategy's option loss: sum." in run(model, output, labels).check(1.0)
     assert run(model, output, labels, kind="sum").check(1.0) is None
 
 
