@@ -27,7 +27,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "count
 
 
 def gpus(context: Context) -> Iterator[Result]:
-    """Let torch count the GPUs, if the host should have any."""
+    """Count the GPUs with torch, if the host should have any."""
     expected, source = _expected(context)
     if not expected:
         yield ok("GPUs", "none")

@@ -11,7 +11,8 @@ from lightning_sm.errors import ChannelError
 _MAIN_CHANNELS = ("training", "train")
 # Parameter names that LightningDataModules and torchvision datasets use for the data folder.
 _MAIN_PARAMETERS = ("data_dir", "root")
-# Channel names for each split of the data. SageMaker's built-in algorithms use "train", "validation" and "test".
+# Names for each split of the data, in channels and parameters. SageMaker's built-in algorithms use "train",
+# "validation" and "test".
 _SPLITS = (_MAIN_CHANNELS, ("val", "validation", "valid"), ("test", "testing"))
 # The channel that holds configuration files instead of data (see ``hyperparameters.to_argv``).
 CONFIG_CHANNEL = "config"

@@ -115,7 +115,7 @@ class OwnProcess:
         self.beat()
 
     def handle_stacks_signal(self) -> None:
-        """Write stacks when ``STACKS_SIGNAL`` arrives; call this again if another handler has replaced this one."""
+        """Install handlers that write stacks on ``STACKS_SIGNAL``; call this again if others have replaced them."""
         # Also install a Python handler: at the end of each Trainer call, Lightning restores the Python handlers of all
         # signals. Without one, this would remove faulthandler's handler, and the signal would kill the process.
         if threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""The emulator's copy of how the service assigns hosts to instance groups and writes ``resourceconfig.json``."""
+"""The emulator's assignment of hosts to instance groups, and its ``resourceconfig.json``, both like the service's."""
 
 from __future__ import annotations
 

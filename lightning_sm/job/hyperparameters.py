@@ -29,7 +29,7 @@ No rule can restore what the text does not contain:
 - Python's ``{'a': nan}`` or ``{'a': inf}`` (generic Estimator) is unchanged: ``nan`` and ``inf`` are names there.
 - Keys of dicts become strings, as JSON requires, and tuples become lists.
 - The string "null" and None are the same for an ``Optional[str]`` parameter: jsonargparse has no quoting there.
-- A value that is just "--" never reaches its option: argparse removes it in Python 3.11 and 3.12.1 (not in 3.13).
+- A value that is just "--" does not reach its option: argparse removes it in Python 3.11 and 3.12.1 (not in 3.13).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from lightning_sm.record import events, step_clock
 from lightning_sm.record.totals import Totals
 from lightning_sm.timing.gpu_timer import GpuTimer
 
-# Minimum seconds between two ``Steps`` lines in the record.
+# Minimum seconds between two ``Steps`` lines in the record, except at the end of an epoch or a fit.
 _STEPS_S = 1.0
 _MAX_REASON_CHARS = 500
 

@@ -34,7 +34,7 @@ def prepare_process(environment: SageMakerEnvironment) -> PreparedProcess:
     - shows the log lines of ``lightning_sm``, and the host table once Lightning has asked for ranks;
     - removes rank variables that neither SageMaker nor the launcher has set, and logs a warning;
     - sets the rank that Lightning's log functions use;
-    - reports an exception that ends this process to the launcher;
+    - reports to the launcher an exception that ends this process;
     - points NCCL and Gloo at the job's network interface;
     - while Lightning runs, sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE`` and ``GROUP_RANK`` as torchrun would;
     - destroys the process group at exit.

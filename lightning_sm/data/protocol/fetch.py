@@ -22,7 +22,7 @@ class FetchSpec(msgspec.Struct, frozen=True, array_like=True):
         opening: Name of the opening whose workers build the batches.
         rank: Rank of the iterator.
         world_size: Number of ranks.
-        seed: The iterator's base seed; for a stream, whose worker already has that seed, the number of the pass.
+        seed: Base of the pass's random states; for a stream, whose worker already has it, the number of the pass.
         first: Number of the first batch in the iterator.
         num_batches: Number of batches.
         indices: The sampler's output for each batch, pickled; empty for a stream, which is not indexed.

@@ -136,7 +136,7 @@ class MidEpoch(UnlistedCallback):
             is_same_epoch = loaded.get("epoch") == trainer.current_epoch
             self._repeat_start(trainer, loaded["callbacks"] if is_same_epoch else {}, own if is_same_epoch else {})
             if is_same_epoch and trainer.is_global_zero:
-                logger.info("Training resumes within an epoch, whose metrics cover only the remaining batches.")
+                logger.info("Training resumes within an epoch, so its metrics cover only the remaining batches.")
             restore_gradients(trainer, gradients)
 
         loop.on_advance_start = start_again

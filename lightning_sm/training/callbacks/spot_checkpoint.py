@@ -403,7 +403,7 @@ class SpotCheckpoint(Checkpoint):
 
 
 def _num_prefetched(trainer: Any) -> int:
-    """Return how many batches Lightning fetches ahead; if the length is unknown, it does so to detect the last one."""
+    """Return how many batches Lightning fetches ahead: 0, unless it must detect the last batch of an unknown length."""
     fetcher = trainer.fit_loop._data_fetcher
     return getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0
 

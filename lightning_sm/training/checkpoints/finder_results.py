@@ -21,7 +21,7 @@ _RATE_NAMES = ("lr", "learning_rate")
 
 
 def save_searched(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Add the values that the Trainer's finders have found to a checkpoint."""
+    """Add to a checkpoint the values that the Trainer's finders have found."""
     model = trainer.lightning_module
     values = {
         name: parsing.lightning_getattr(model, name) for _, name in _finders(trainer) if _is_attribute(model, name)

@@ -73,8 +73,8 @@ def may_resume(own: Fit, saved: Fit, of_job: Sequence[Fit], *, is_own_job: bool)
     """Return whether a fit may resume from a checkpoint, given the fit that saved it.
 
     Within a job, the script does not change, so the Trainer's place decides. Between jobs, lines may move as the script
-    is edited. For an earlier job's checkpoints, the order of the Trainers therefore decides, unless one of them has the
-    same place.
+    is edited. For an earlier job's checkpoints, the order of the Trainers therefore decides, unless one of these
+    checkpoints has the same place.
 
     Args:
         own: The fit that is to resume.

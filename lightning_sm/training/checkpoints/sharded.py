@@ -19,7 +19,8 @@ def install_shard_hooks(trainer: Trainer) -> None:
     """Make a sharded strategy remove checkpoints on every host, and remove an old checkpoint before overwriting it.
 
     Lightning removes checkpoints on rank 0 only, so the disks of the other hosts would fill up. And if a host is
-    reclaimed while a checkpoint such as last.ckpt is overwritten, it would silently mix shards of two steps.
+    reclaimed while a checkpoint such as last.ckpt is overwritten, the checkpoint would silently mix shards of two
+    steps.
 
     Raises:
         StrategyError: The strategy cannot restore the optimizer from the shards that it writes, or cannot write to a

@@ -26,7 +26,7 @@ class _MetricValue(NamedTuple):
 class StepEffects:
     """The side effects of the user's steps; only the rank of the last stage runs the steps to the end.
 
-    Calls to ``self.log`` and ``self.print`` are recorded during a step, and repeated on all ranks afterwards. Buffers
+    Calls to ``self.log`` and ``self.print`` are recorded during a step, and replayed on all ranks afterwards. Buffers
     outside the network are copied to all ranks. Module attributes and metric states stay on the last rank, but a
     metric's ``compute`` returns its value on all ranks.
 

@@ -193,7 +193,7 @@ class UserSteps:
 
     @cached_property
     def _spares(self) -> dict[int, Any]:
-        """A copy of each metric, by the metric's id; made once, so that no step copies an epoch's states."""
+        """A copy of each metric, by the metric's id; made once on the device, so no step copies an epoch's states."""
         metrics = [child for child in self._module.modules() if isinstance(child, (Metric, MetricCollection))]
         known = dict(self._shared)
         return {id(metric): copy.deepcopy(metric, known) for metric in metrics if id(metric) not in known}

@@ -277,7 +277,7 @@ class PipelineParallelStrategy(DDPStrategy):
                 "those of its stage, so ranks would take different numbers of steps. Use another optimizer, or "
                 "strategy=ddp."
             )
-        # LightningCLI gives the --optimizer all parameters before the network is cut, so drop those of other ranks.
+        # LightningCLI gives all parameters to the --optimizer before the network is cut, so drop those of other ranks.
         own = set(map(id, self._tied.without_copies(self._module.parameters())))
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
