@@ -63,7 +63,7 @@ def signals(context: Context) -> Iterator[Result]:
             f"{first}: a shell does not forward signals, so SIGKILL would end training without a checkpoint.",
             'Use the exec form, ENTRYPOINT ["lightning-sm"], or exec in the script.',
         )
-    # Process 1 of a laptop or virtual machine is not part of a job.
+    # On a laptop or virtual machine, process 1 is not part of a job.
     elif context.has_own_machine and handles_signal(1, signal.SIGTERM) is False:
         # The kernel drops signals that process 1 of a container does not handle (pid_namespaces(7)).
         yield warning(

@@ -269,7 +269,7 @@ MAX_RESTARTS = Setting[int](
     parse=whole_number(0, 1000),
     default=0,
     default_text="0",
-    meaning="How many times the scripts of all trainer hosts are restarted together, from the latest valid checkpoint, "
+    meaning="How often the scripts of all trainer hosts may be restarted together, from the latest valid checkpoint, "
     "after one of them fails.",
 )
 REPORT_S = Setting[float](

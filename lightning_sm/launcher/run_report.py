@@ -20,7 +20,7 @@ NAME = "report.html"
 
 
 def write_report(job: SageMakerJob, prices: Mapping[str, float], limit_s: float) -> None:
-    """Write the report to the output data, if training processes wrote a record; never raise.
+    """Write the report to the folder for output data, if training processes wrote a record; never raise.
 
     Args:
         job: The job.

@@ -298,8 +298,8 @@ class _HostLauncher:
                 may_restart = child.stopped_by is None
                 return self._judged(Outcome(OutcomeKind.HANG, 1, Reason(self._hang_reason), may_restart=may_restart))
             exit_code = 1  # a rank raised an exception, and then hung while exiting
-        # A data host whose work is over is terminated by these signals, which is a success. Any other exit is a
-        # failure.
+        # These signals terminate a data host whose work is done, so an exit by one of them is a success. Any other
+        # exit is a failure.
         is_ended_by_stop = child.stopped_by is not None and exit_code == 128 + child.stopped_by
         is_ended_by_job = child.is_ending and exit_code in _ENDED
         if state.is_data_host and (is_ended_by_stop or is_ended_by_job):
@@ -316,7 +316,7 @@ class _HostLauncher:
         child = self._child
         ending = f"(exit code {exit_code}) on {self._place}"
         if self._control.saved() is not None and exit_code in (0, INTERRUPTED_EXIT_CODE):
-            # The signal may have reached only another host so far.
+            # The signal may have reached another host, but not this one yet.
             return stopped_reason(child.stopped_by or signal.SIGTERM, f"Training saved its state and exited {ending}")
         # Processes that announce themselves exit with 0 only if they have finished.
         if exit_code == 0 and child.stopped_by is not None and not self._control.beats():

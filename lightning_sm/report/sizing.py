@@ -202,7 +202,7 @@ def advice(planned: Sizing, prices: Prices) -> str:
     if len(planned.lines) == 1:
         said.append("Every CPU of these hosts already has a worker. Data hosts would add more CPUs.")
     elif planned.best is planned.lines[0]:
-        said.append(f"No other number of workers or hosts saves {percent(_WORTH)} of the job's cost.")
+        said.append(f"No other number of workers or hosts would save at least {percent(_WORTH)} of the job's cost.")
     else:
         said.append(_proposal(planned, prices))
     return " ".join(said)

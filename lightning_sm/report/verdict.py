@@ -25,11 +25,11 @@ def ending(run: Figures) -> str:
     time = f"{duration(run.seconds)}{attempts}"
     gone = run.hosts_without_end
     if run.outcome == RUNNING:
-        said = f"The end is not recorded: the job is still running, or its hosts were killed. Recorded so far: {time}."
+        said = f"The end was not recorded: the job is still running, or its hosts were killed. Recorded so far: {time}."
     else:
         reason = run.attempts[-1].reason.rstrip(".") if run.outcome == FAILED else ""
         said = f"{run.outcome.capitalize()} after {time}{_MEANING.get(run.outcome, reason and f': {reason}')}."
-        said += f" The end of {listed(gone)} is not recorded: killed, or still running." if gone else ""
+        said += f" The end of {listed(gone)} was not recorded: killed or still running." if gone else ""
     return f"{said} {run.run.flaws}".rstrip()
 
 

@@ -109,7 +109,7 @@ def _add_options(parser: CommandParser) -> list[str]:
 
 
 def _add_keys(parser: CommandParser) -> None:
-    """Add an option for each key, for the help and shell completion only."""
+    """Add an option for each key, used only by the help text and shell completion."""
     keys = parser.add_argument_group(_KEYS)
     for path in all_keys(Job):
         keys.add_argument(f"--{'.'.join(path.parts)}", metavar="VALUE", help=_help(path))

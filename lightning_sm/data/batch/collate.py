@@ -53,7 +53,7 @@ def _stack(arena: Arena, tensors: Sequence[torch.Tensor], *, collate_fn_map: Any
 def _is_stackable(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether ``torch.stack(out=...)`` either raises or returns the same result as without ``out``.
 
-    The checks are cheap and take a single pass: more would take longer than stacking 2048 small samples.
+    The checks are cheap and make a single pass; further checks would take longer than stacking 2048 small samples.
     """
     first = tensors[0]
     dtype = first.dtype

@@ -1,6 +1,6 @@
 """The feeder process of one trainer rank: requests batches from data hosts, and fills the training process's ring.
 
-It runs in a separate interpreter, so that receiving and the training loop never wait for each other.
+It runs in a separate interpreter, so that receiving batches and training never block each other.
 """
 
 from __future__ import annotations

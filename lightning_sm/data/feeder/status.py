@@ -30,7 +30,7 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
     Args:
         error: Name of the error that a data host reported last.
         step: The step that failed.
-        decision: The step's failures: how and where workers were lost, or complete error messages.
+        decision: What failed in the step: how and where each worker was lost, or the full messages of its errors.
         keys: Indices of the samples in the step.
     """
     if error in LOST_WORKERS:

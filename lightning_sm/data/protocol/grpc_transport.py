@@ -206,6 +206,6 @@ def bind(server: Any, address: str, credentials: Credentials) -> str:
 def cannot_listen(address: str, error: Exception) -> DataSettingsError:
     """Return the error of a data host that cannot listen on its address."""
     return DataSettingsError(
-        f"The data host cannot listen on {address} ({error}). If another process uses the port, set data_service.port "
-        "to a free one."
+        f"The data host cannot listen on {address} ({error}). If another process is using the port, set "
+        "data_service.port to a free one."
     )

@@ -50,7 +50,7 @@ def decode(kind: type[_Struct], data: bytes, what: str, max_bytes: int = _MAX_BY
     if len(data) > max_bytes or num_containers > _MAX_CONTAINERS:
         raise WireError(
             f"The {what} has {len(data)} bytes with {num_containers} lists and objects; {max_bytes} bytes with "
-            f"{_MAX_CONTAINERS} are allowed."
+            f"{_MAX_CONTAINERS} lists and objects are allowed."
         )
     try:
         message: _Struct = decoder(msgspec.json.Decoder, kind).decode(data)

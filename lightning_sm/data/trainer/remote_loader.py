@@ -108,7 +108,7 @@ class LoaderSource:
         num_batches: float = math.inf
         limits = [getattr(trainer, f"limit_{HOOKS[stage.value]}_batches")]
         if stage.value == "train":
-            # This may be fewer than the loader has: a shorter one may end the epoch, or this one may restart during it.
+            # May differ from the loader's length: a shorter loader may end the epoch, or this loader may restart in it.
             done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             num_batches = max(0, trainer.num_training_batches - done)
         if stage.value == "sanity_check":

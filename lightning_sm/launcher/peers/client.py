@@ -55,7 +55,7 @@ class Client(Peers):
     def _talk(self, connection: socket.socket, lines: BinaryIO) -> None:
         """Ask the hub repeatedly, until the connection is lost or ``close`` is called."""
         challenge = lines.readline(MAX_LINE_BYTES)
-        report: tuple[int, Outcome] | None = None  # not sent before an answer proves that the hub has the key
+        report: tuple[int, Outcome] | None = None  # not sent until an answer proves that the hub has the key
         is_last = False
         while True:
             attempt, outcome = report or (0, None)

@@ -115,7 +115,7 @@ def test_a_host_that_was_killed_is_named(tmp_path):
     """A killed host is named, because the other hosts fail or save a checkpoint without knowing of it."""
     for host, ends in (("algo-1", [End(BEGIN + 9, "interrupted", 143)]), ("algo-2", [use(5)])):
         write(tmp_path, head(0, host, "launcher"), *ends, host=host, who="launcher")
-    assert verdict.ending(of(tmp_path)).endswith(" saved. The end of algo-2 is not recorded: killed, or still running.")
+    assert verdict.ending(of(tmp_path)).endswith(" saved. The end of algo-2 was not recorded: killed or still running.")
 
 
 @pytest.mark.parametrize(

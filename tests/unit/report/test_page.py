@@ -167,7 +167,7 @@ def test_a_run_without_anything_has_a_page(tmp_path):
     """A job that failed at its start has a page that shows what is known."""
     write(tmp_path, head(0, who="launcher"), use(1), who="launcher")
     text = " ".join(Text(rendered(tmp_path, prices=Prices())).words)
-    assert "The end is not recorded" in text
+    assert "The end was not recorded" in text
     assert "No training step is recorded." in text
 
 

@@ -177,7 +177,7 @@ def test_hosts_that_help_little_are_not_proposed_without_prices(tmp_path):
     assert sentence(planned, Prices()) == (
         "Training waits 58% of the time for data. Make the transforms cheaper first, or run them beforehand: building "
         "a batch takes 9.5 times as long as training on it, and keeping up would take 11 workers, each with a CPU of "
-        "its own. No other number of workers or hosts saves 2% of the job's cost."
+        "its own. No other number of workers or hosts would save at least 2% of the job's cost."
     )
     assert "Give prices with --price" in as_text(planned, Prices())
 
@@ -198,7 +198,8 @@ def test_what_saves_next_to_nothing_is_not_proposed(tmp_path):
     prices = Prices({"ml.g5.xlarge": 1000.0, "ml.c5.xlarge": 0.001})
     planned = plan(run, prices, steps=5)
     assert planned.best is planned.lines[0]
-    assert sentence(planned, prices).endswith("No other number of workers or hosts saves 2% of the job's cost.")
+    end = "No other number of workers or hosts would save at least 2% of the job's cost."
+    assert sentence(planned, prices).endswith(end)
 
 
 def test_transforms_that_take_most_of_the_time_come_before_hosts(tmp_path):
