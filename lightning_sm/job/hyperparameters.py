@@ -144,7 +144,7 @@ def encode(config: Mapping[str, Any]) -> dict[str, str]:
         if len(encoded[key]) > _MAX_VALUE_LENGTH:
             msg = (
                 f"Hyperparameter {key!r} has {len(encoded[key])} characters in JSON; SageMaker allows "
-                f"{_MAX_VALUE_LENGTH}. Put it in a file next to the script, and set hyperparameter config to its path."
+                f"{_MAX_VALUE_LENGTH}. Put it in a file beside the script, and set the hyperparameter config to it."
             )
             raise HyperparameterError(msg)
     return encoded

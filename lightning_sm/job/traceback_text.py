@@ -46,7 +46,7 @@ def frame(file: str, line: int | str, name: str | None, code: str | None) -> str
 
 
 def lines_of(text: str) -> list[str]:
-    """Split a text at line feeds and carriage returns, and remove colours and trailing spaces."""
+    """Split text at line feeds and carriage returns, and remove escape sequences and trailing spaces."""
     return [line.rstrip() for line in ANSI.sub("", text).replace("\r", "\n").split("\n")]
 
 

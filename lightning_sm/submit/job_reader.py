@@ -275,7 +275,7 @@ def _fits(kind: Any, content: Any) -> bool:
 
 
 def _explained(text: str, error: yaml.YAMLError) -> tuple[int, str]:
-    """Return the line of an error, and an explanation to replace PyYAML's, which is about tokens."""
+    """Return the number of an error's line, and an explanation to replace PyYAML's, which is in terms of tokens."""
     if isinstance(error, yaml.reader.ReaderError):
         return text.count("\n", 0, error.position) + 1, "the line has a character that YAML does not allow."
     began, mark = getattr(error, "context_mark", None), getattr(error, "problem_mark", None)
@@ -289,8 +289,8 @@ def _explained(text: str, error: yaml.YAMLError) -> tuple[int, str]:
     if began is not None and opening in {'"', "'", "[", "{"}:
         return began.line + 1, f"{opening} is not closed, or a comma is missing after it."
     return number + 1, (
-        "the line is not valid YAML, or does not fit the lines above it: check its indentation, and the colon and "
-        "space after a name, and quote a value that contains ': ' or begins with a character such as @ or *."
+        "the line is not valid YAML, or does not fit the lines above it: check its indentation, and that "
+        "a colon and a space follow each key. Quote a value that contains ': ' or begins with @ or *, for example."
     )
 
 

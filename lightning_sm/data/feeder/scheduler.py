@@ -28,7 +28,7 @@ _NUM_REQUEST_IDS = 1 << 32
 # Number of recent latencies in a loader's median: enough to outvote the stragglers of one host, few enough to adapt
 # quickly.
 _NUM_RECENT = 64
-# With fewer latencies than this, no request counts as late.
+# With fewer measured latencies than this, no request counts as late.
 _NUM_SAMPLES_TO_HEDGE = 3
 # Weight of a new sample in moving averages.
 _WEIGHT = 1 / 4

@@ -61,7 +61,7 @@ class Fit:
 
     @property
     def trainer(self) -> tuple[str, int]:
-        """Key of the Trainer, unique in the script."""
+        """Key that identifies the Trainer; unique within the script."""
         return self.place, self.repeat
 
     def __str__(self) -> str:

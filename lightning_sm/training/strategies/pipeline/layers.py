@@ -20,7 +20,7 @@ class Network:
 
     Args:
         module: The LightningModule.
-        name: Name of the network in the module. If None, the only child that can be cut.
+        name: Name of the network in the module. If None, the only child that can be split.
 
     Raises:
         StrategyError: The network does not exist, or it cannot be split across ranks.

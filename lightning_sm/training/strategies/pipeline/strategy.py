@@ -61,17 +61,17 @@ class PipelineParallelStrategy(DDPStrategy):
             hosts if each has only one.
         data_parallel_size: Number of replicas. "auto": as many as the processes allow.
         num_microbatches: Number of microbatches per step. Choose at least one per stage: with fewer, ranks wait longer
-            for each other. A batch is cut into as many equal parts as possible, up to this number.
+            for each other. A batch is split into as many equal parts as possible, up to this number.
         schedule: Order of forward and backward passes. "gpipe" holds the activations of all microbatches; "1f1b" holds
             those of at most as many microbatches as there are stages.
         placement: "cluster": the ranks of a replica are neighbours, mostly on one host. "spread": they are as far apart
             as possible, so that replicas of a stage are neighbours.
-        network: Name of the network in the LightningModule. If None, the module's only child that can be cut.
+        network: Name of the network in the LightningModule. If None, the module's only child that can be split.
         loss: How to combine the losses of microbatches into the loss of the batch: "mean" weights them by rows, or by
-            the result of the module's method ``pipeline_weight(batch)``; "sum" adds them up. The strategy verifies the
-            choice by comparing gradients in the first steps, and then in one step in a hundred.
-        split: Where to cut the network: "parameters" balances the number of parameters; a list names the first layer of
-            each stage, except for the first stage.
+            the result of the module's method ``pipeline_weight(batch)``; "sum" adds them up. The strategy verifies
+            the choice by comparing gradients in the first steps, and in every hundredth step after that.
+        split: Where to split the network: "parameters" balances the number of parameters; a list names the first layer
+            of each stage, except for the first stage.
         outputs: "loss": in training, validation and test, only the ranks of the last stage get the network's outputs;
             the others get what the step logs, its metrics and buffers, and the numbers that it returns. "all": all
             ranks get the outputs and run the whole step. Predictions always go to all ranks.
