@@ -102,9 +102,9 @@ def _cpu_s_of(process: psutil.Process) -> float:
 
 
 def _memory_of(process: psutil.Process) -> int:
-    """Return the bytes of memory that a process does not share with others."""
+    """Return the bytes of a process's memory. Of pages that N processes share, such as forked ones, 1/N counts."""
     try:
-        memory = process.memory_info()
+        memory = process.memory_full_info()
     except psutil.Error:
         return 0
-    return int(memory.rss - getattr(memory, "shared", 0))
+    return int(getattr(memory, "pss", memory.uss))  # Linux; elsewhere, shared pages do not count

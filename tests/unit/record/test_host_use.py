@@ -25,6 +25,28 @@ def test_a_host_that_shares_its_machine_counts_its_own_processes(monkeypatch):
     assert 0 < use.memory_bytes < use.memory_total_bytes
 
 
+def test_memory_that_processes_share_counts_once():
+    """Pages that three forked processes inherit count once on a shared machine, not four times."""
+    code = """
+import os, sys
+memory = os.urandom(64 << 20)
+for _ in range(3):
+    if os.fork() == 0:
+        break
+os.write(1, b".")
+sys.stdin.read()
+os._exit(0)
+"""
+    meter = HostMeter(is_machine_shared=True)
+    before = meter.measure().memory_bytes
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        for _ in range(4):
+            assert process.stdout.read(1) == b"."
+        added = meter.measure().memory_bytes - before
+        process.stdin.close()
+    assert 64 << 20 <= added < 128 << 20
+
+
 def test_a_host_with_a_machine_of_its_own_has_its_memory():
     """A host with a dedicated machine, as on SageMaker, reports the machine's memory."""
     use = HostMeter().measure()
