@@ -117,7 +117,7 @@ def test_torchrun_in_each_of_two_training_groups_is_refused_with_advice_that_hel
     assert job.returncode == 1, job
     assert own_code.seen(job) == []
     assert "but the job needs world size 2: trainer hosts x local world size = 2 x 1" in job.output
-    assert "by the hyperparameter sagemaker_distribution_instance_groups" in job.output
+    assert "with the hyperparameter sagemaker_distribution_instance_groups" in job.output
     _check(joined.result(), _one_rank_each(joined.result().hosts("one", "two")), ["torchrun"])
 
 
