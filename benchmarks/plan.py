@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_sm import SageMakerCLI, SageMakerJob, Topology
 from lightning_sm._lightning import LightningDataModule, LightningModule
 from lightning_sm._table import draw_table
+from lightning_sm._text import count
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import Figures
@@ -144,8 +145,8 @@ def main() -> None:
     if options.save:
         prices = Prices({"trainer": 1.4, "data": 0.2})
         planned = plan(figures, prices)
-        best = planned.best
-        jobs[f"{best.workers} on {best.num_hosts} data hosts, planned"] = best.step_s, planned_job(planned, prices)
+        where = f"on {count(planned.best.num_hosts, 'data host')}, " if planned.best.num_hosts else ""
+        jobs[f"{planned.best.workers} {where}planned"] = planned.best.step_s, planned_job(planned, prices)
     rows = []
     for name, (predicted_s, command) in jobs.items():
         step_s = run(command).pace.step_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,12 @@ _TOKEN = base64.b64encode(b"AWS:a password").decode()
 _NO_BUCKETS = b"<ListAllMyBucketsResult><Buckets></Buckets></ListAllMyBucketsResult>"
 _DENIED = b"<ErrorResponse><Error><Code>AccessDenied</Code><Message>no</Message></Error></ErrorResponse>"
 _INVALID = _DENIED.replace(b"AccessDenied", b"InvalidClientTokenId")
+
+
+def process_environment(account: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment, with an account's variables in place of its own for AWS and the SDKs."""
+    own = {name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS", "SAGEMAKER"))}
+    return {**own, **account}
 
 
 @dataclass

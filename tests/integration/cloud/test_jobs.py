@@ -1,11 +1,10 @@
 """``lightning-sm jobs`` in a separate process, against a fake service on this machine. Nothing is ever sent to AWS."""
 
-import os
 import signal
 import subprocess
 import sys
 
-from tests.fakes.sagemaker_service import FakeService
+from tests.fakes.sagemaker_service import FakeService, process_environment
 
 RUNNING = {"TrainingJobStatus": "InProgress", "SecondaryStatus": "Training"}
 
@@ -13,10 +12,9 @@ RUNNING = {"TrainingJobStatus": "InProgress", "SecondaryStatus": "Training"}
 def test_ctrl_c_ends_the_command_and_not_the_job():
     """The log is shown as it arrives; Ctrl-C stops only the command, which prints how to stop the job."""
     with FakeService(endings=[RUNNING], lines=["epoch=1/2"], requests=[{"TrainingJobName": "job-1"}]) as service:
-        kept = {name: value for name, value in os.environ.items() if not name.upper().startswith("AWS")}
         process = subprocess.Popen(
             [sys.executable, "-m", "lightning_sm", "jobs", "logs", "-f", "job-1"],
-            env={**kept, **service.environment, "PYTHONUNBUFFERED": "1"},
+            env={**process_environment(service.environment), "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -9,7 +9,6 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 import re
 import shlex
 import subprocess
@@ -24,7 +23,7 @@ from lightning_sm import __main__ as program
 from lightning_sm.record.prices import read_prices
 from lightning_sm.submit.dataclass_fields import keys_of
 from lightning_sm.submit.job_file import Job, read_job
-from tests.fakes.sagemaker_service import FakeService
+from tests.fakes.sagemaker_service import FakeService, process_environment
 from tests.integration.docs.pages import DOCS, PAGES, REPOSITORY, commands, examples, language, place
 from tests.integration.emulators import local
 
@@ -107,12 +106,11 @@ def test_jobs_start_with_the_sdk(example, tmp_path, request):
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").touch()
     (tmp_path / "page.py").write_text(example.parsed, encoding="utf-8")
-    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS", "SAGEMAKER"))}
     with _Service() as service:
         done = subprocess.run(
             [python, "page.py"],
             cwd=tmp_path,
-            env=kept | service.environment,
+            env=process_environment(service.environment),
             capture_output=True,
             text=True,
             timeout=120,

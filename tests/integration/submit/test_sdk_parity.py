@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -11,7 +10,7 @@ import pytest
 import yaml
 
 from lightning_sm.job.variables import JOB_SECRET
-from tests.fakes.sagemaker_service import FakeService
+from tests.fakes.sagemaker_service import FakeService, process_environment
 from tests.integration.submit.test_submit import COMPLETED, JOB, ROOT, WITH_NETWORK
 
 pytestmark = pytest.mark.sdk2
@@ -77,9 +76,8 @@ TOOLKIT_ONLY = {"sagemaker_container_log_level", "sagemaker_job_name", "sagemake
 
 def sent(command, folder, variables, text=""):
     """Return a command's request and upload, without the parts that differ between jobs: name and secret."""
-    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS", "SAGEMAKER"))}
     with FakeService(endings=[COMPLETED]) as service:
-        env = {**kept, **service.environment, **variables, "PYTHONPATH": str(ROOT)}
+        env = {**process_environment(service.environment), **variables, "PYTHONPATH": str(ROOT)}
         ended = subprocess.run(
             command, cwd=folder, env=env, input=text, capture_output=True, text=True, timeout=120, check=False
         )

@@ -15,7 +15,7 @@ import yaml
 from lightning_sm._untested import SERVICE
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.s3 import fake_s3
-from tests.fakes.sagemaker_service import FakeService
+from tests.fakes.sagemaker_service import FakeService, process_environment
 from tests.integration.launching import train
 
 ROOT = Path(__file__).parents[3]
@@ -160,9 +160,9 @@ def submit(service, tmp_path):
     def run(job, *options, environment=None, **settings):
         path = tmp_path / "job.yaml"
         path.write_text(yaml.safe_dump(job, sort_keys=False))
-        kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS", "SAGEMAKER"))}
         command = [sys.executable, "-m", "lightning_sm", "submit", str(path), *options]
-        env = {**kept, **(service.environment if environment is None else environment), "PYTHONPATH": str(ROOT)}
+        account = service.environment if environment is None else environment
+        env = {**process_environment(account), "PYTHONPATH": str(ROOT)}
         return subprocess.run(
             command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False, **settings
         )
@@ -546,8 +546,7 @@ def test_submitting_needs_neither_torch_nor_the_sdk(service, tmp_path, mode):
         "from lightning_sm.__main__ import main\n"
         f"sys.exit(main(['submit', 'job.yaml', {mode!r}]))"
     )
-    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS", "SAGEMAKER"))}
-    env = {**kept, **service.environment, "PYTHONPATH": str(ROOT)}
+    env = {**process_environment(service.environment), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.fakes.sagemaker_service import FakeService
+from tests.fakes.sagemaker_service import FakeService, process_environment
 from tests.integration.submit.test_submit import COMPLETED, JOB
 
 ROOT = Path(__file__).parents[3]
@@ -77,7 +77,6 @@ def test_without_boto3_the_error_says_how_to_install_it(tmp_path):
 
 
 def _run(service: FakeService, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS", "SAGEMAKER"))}
-    env = {**kept, **service.environment, "PYTHONPATH": str(ROOT)}
+    env = {**process_environment(service.environment), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)

@@ -88,7 +88,7 @@ def test_a_run_that_does_not_wait_needs_no_plan(tmp_path):
     """A run that does not wait for data gets no prediction."""
     planned = plan(local(tmp_path, waiting=0.01), Prices())
     assert len(planned.lines) == 1
-    assert sentence(planned, Prices()).startswith("Training waits 1% of the time for data: more workers would make")
+    assert sentence(planned, Prices()).startswith("Training waits 1% of the time for data: more workers would make no")
 
 
 def test_loaders_of_the_trainers_are_planned_for_too(tmp_path):

@@ -91,7 +91,8 @@ def test_a_value_that_is_too_long_says_what_to_do(tmp_path):
     """The error for a value beyond the service's 2500 characters advises packing the config file with the code."""
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"model": {"layers": list(range(2000))}}))
-    with pytest.raises(HyperparameterError, match=r"'model' has \d+ characters in JSON; .* set the hyper"):
+    too_long = r"'model' has \d+ characters in JSON; .* set the hyperparameter config"
+    with pytest.raises(HyperparameterError, match=too_long):
         encoded(replace(JOB, config=str(path)))
 
 

@@ -176,7 +176,8 @@ def test_a_batch_that_does_not_fit_is_an_error():
     ring = Ring.create(1, 4096)
     buffer, _ = make(ring, num_batches=1)
     buffer.reserve(1, StepRange(0, 1))
-    with pytest.raises(BatchTooLargeError, match=r"step 0 has 5000 bytes, but a slot has only 4096 \(data_service\.ma"):
+    too_large = r"step 0 has 5000 bytes, but a slot has only 4096 \(data_service\.max_ba"
+    with pytest.raises(BatchTooLargeError, match=too_large):
         buffer.take_header(1, header_of(1, 5000))
     ring.close()
 

@@ -61,9 +61,13 @@ def test_files_come_as_they_are(files):
         (("bytes", "key"), "bytes (data_service.tls_certificate) does not contain a PEM certificate"),
         (("key", "key"), "key (data_service.tls_certificate) does not contain a PEM certificate"),
         (("certificate", "key", "text"), "text (data_service.tls_authority) does not contain a PEM certificate"),
-        (("certificate", "text"), "text (data_service.tls_key) is not an unencrypted PEM file"),
-        (("certificate", "other_key"), "other_key (data_service.tls_key) is not an unencrypted PEM file"),
-        (("certificate", "locked_key"), "locked_key (data_service.tls_key) is not an unencrypted PEM file"),
+        *(
+            (
+                ("certificate", name),
+                f"{name} (data_service.tls_key) is not an unencrypted PEM file with the private key",
+            )
+            for name in ("text", "other_key", "locked_key")
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_setting(files, names, message):
