@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -82,11 +83,22 @@ def _run(argv: list[str]) -> int:
         script, *args = options.command or [None]
         return train.train(script, args)
     if options.subcommand in _COMMANDS:
-        return _COMMANDS[options.subcommand](options)
+        return _for_a_reader(options)
     if end == len(argv):
         local.check_order(options)
     options.command += argv[end:] if options.command else argv[end + 1 :]
     return local.main(options)
+
+
+def _for_a_reader(options: argparse.Namespace) -> int:
+    """Run a command whose output is for reading; end quietly if the reader, such as ``head``, ends early."""
+    try:
+        code = _COMMANDS[options.subcommand](options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own flush at exit
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def _submit(argv: Sequence[str]) -> int:

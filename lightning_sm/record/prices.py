@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from lightning_sm._text import listed
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.yaml_file import read_mapping
 
@@ -22,12 +23,13 @@ per_hour:              # an instance type, or the name of an instance group
 # Amounts of at least this much have two decimals; smaller amounts have two significant digits.
 _WHOLE = 1.0
 _HOUR_S = 3600.0
+_MOST = 1e12  # amounts stay printable
 
 
 class _PriceFile(msgspec.Struct):
     """The keys of ``FILE_FORMAT``."""
 
-    per_hour: dict[str, Annotated[float, msgspec.Meta(ge=0, lt=1e12)]]  # YAML allows infinity
+    per_hour: dict[str, Annotated[float, msgspec.Meta(ge=0, lt=_MOST)]]
     currency: str = "$"
 
 
@@ -67,6 +69,17 @@ class Prices:
         known = [price for price in prices if price is not None]
         return math.fsum(known) if known and len(known) == len(prices) else None
 
+    def gap(self, hosts: Iterable[tuple[str, str | None]]) -> str:
+        """Return a sentence about hosts without a price; empty if all have one, or without any prices.
+
+        Args:
+            hosts: Group and instance type of each host.
+        """
+        missing = sorted({kind or group for group, kind in hosts if self.of(group, kind) is None})
+        if not missing or not self:
+            return ""
+        return f"No price for {listed(missing)}; known ({self.source}): {listed(sorted(self.per_hour))}."
+
     def amount(self, value: float) -> str:
         """Format an amount of money."""
         digits = 2 if value >= _WHOLE or value == 0 else 1 - math.floor(math.log10(value))
@@ -102,7 +115,7 @@ def read_prices(file: Path | None, flags: Sequence[str]) -> Prices:
             prices[name] = float(value)
         except ValueError:
             prices[name] = math.nan
-        if not name or not 0 <= prices[name] < math.inf:
+        if not name or not 0 <= prices[name] < _MOST:
             raise JobConfigError(f"--price {flag}: expected NAME=PRICE, for example ml.g5.xlarge=1.41 (per hour).")
     sources = [*([] if file is None else [str(file)]), *(["--price"] if flags else [])]
     return Prices(prices, given.currency, ", ".join(sources))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import tarfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path, PurePath, PurePosixPath
 
-from lightning_sm._text import count, duration
+from lightning_sm._text import count, duration, listed
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record import events
 from lightning_sm.record.events import LAUNCHER, End, FileHead, Line, Span, Steps
+
+logger = logging.getLogger(__name__)
 
 # Limits on gaps between two lines (beyond the time that the second line measures) and on lines out of order. If either
 # is exceeded, the clock was set, or the host was suspended.
@@ -60,7 +63,27 @@ class RunRecord:
         lines, jump = count(num_left_out, "line"), duration(jump_s)
         flaws = [f"Skipped {lines} of the record: damaged, or from another version."] if num_left_out else []
         flaws += [f"The clock of {host} jumped by {jump}: durations and costs may be off by as much."] if jump_s else []
-        return " ".join(flaws)
+        present = {record.attempt for record in self.records}
+        missing = [str(number) for number in range(1, max(present, default=0)) if number not in present]
+        flaws += [f"No record of attempt {listed(missing)}."] if missing else []
+        return " ".join([*flaws, *self._clocks_apart()])
+
+    def _clocks_apart(self) -> Iterator[str]:
+        """Yield a sentence about each host whose lines begin long after the last line of the hosts before it."""
+        for attempt, records in groupby(self.records, key=lambda record: record.attempt):
+            times: dict[str, list[float]] = defaultdict(list)
+            for record in records:
+                times[record.head.host] += [record.head.t, *(line.t for line in record.lines)]
+            (first, own), *others = sorted(times.items(), key=lambda item: min(item[1]))
+            ended = max(own), first
+            for host, own in others:
+                apart_s = min(own) - ended[0]
+                if apart_s > _DISORDER_S:
+                    yield (
+                        f"In attempt {attempt}, {host} began {duration(apart_s)} after the end of {ended[1]}: their "
+                        "clocks differ, so durations and costs may be off by as much."
+                    )
+                ended = max(ended, (max(own), host))
 
 
 def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord]:
@@ -80,13 +103,7 @@ def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord
     """
     records: dict[str, list[tuple[str, ProcessRecord]]] = defaultdict(list)
     for source in sources:
-        in_source = _records(source)
-        if not in_source:
-            raise JobConfigError(
-                f"{source} has no record of a run: no files {events.FOLDER}/ATTEMPT/HOST-*.jsonl. A job writes them "
-                "to its checkpoint folder if it has one, else to its output data (output.tar.gz on SageMaker)."
-            )
-        for record in in_source:
+        for record in _records(source):
             records[record.head.job or source.absolute().name].append((str(source), record))
     if job is not None and job not in records:
         where, known = ", ".join(map(str, sources)), ", ".join(sorted(records))
@@ -127,7 +144,12 @@ def archived_files(archive: tarfile.TarFile) -> Iterator[tuple[PurePosixPath, by
 
 
 def _records(source: Path) -> list[ProcessRecord]:
-    files: Iterable[tuple[PurePath, bytes]]
+    """Read the files of a source.
+
+    Raises:
+        JobConfigError: The source cannot be read, or has no record.
+    """
+    files: list[tuple[PurePath, bytes]]
     try:
         if source.is_dir():
             files = [(path, path.read_bytes()) for path in events.find_files(source)]
@@ -138,6 +160,12 @@ def _records(source: Path) -> list[ProcessRecord]:
         reason = getattr(error, "strerror", None) or error
         raise JobConfigError(f"{source} cannot be read: {reason}. Expected a folder or a tar archive.") from error
     records = [record for path, content in files for record in _lives(path, content)]
+    if not records:
+        found = f"{count(len(files), 'file')} without a complete line" if files else "no files"
+        raise JobConfigError(
+            f"{source} has no record of a run: {found} {events.FOLDER}/ATTEMPT/HOST-*.jsonl. A job writes them "
+            "to its checkpoint folder if it has one, else to its output data (output.tar.gz on SageMaker)."
+        )
     # Without a checkpoint folder, a job does not see earlier attempts and numbers each attempt 1. Count the launcher's
     # starts instead.
     starts: dict[tuple[str | None, int, str], set[float]] = defaultdict(set)
@@ -163,11 +191,17 @@ def _lives(path: PurePath, content: bytes) -> list[ProcessRecord]:
     for is_head, own in groupby(lines, key=lambda line: isinstance(line, FileHead)):
         if is_head:
             *_, head = (line for line in own if isinstance(line, FileHead))
-        elif head is not None:
+        elif head is None:
+            num_left_out += len(list(own))
+        else:
             written = tuple(own)
             jump_s = _jump_s((head, *written))
             records.append(ProcessRecord(events.file_attempt(path), head, written, num_left_out, jump_s))
             num_left_out = 0
+    if num_left_out and not records:
+        logger.warning(
+            "%s: its %s cannot be read, because the first one is damaged.", path, count(num_left_out, "line")
+        )
     return records
 
 

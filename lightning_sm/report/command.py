@@ -77,6 +77,9 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=positive_whole_number, help="number of steps of the whole run (default: as many as A had)"
     )
     parser.add_argument("--json", action="store_true", help="write times and costs as JSON instead of a table")
+    parser.add_argument(
+        "--job", nargs=2, metavar=("A", "B"), help="the jobs to read, if a folder has records of several"
+    )
     _add_prices(parser)
 
 
@@ -131,7 +134,7 @@ def write_report(
         JobConfigError: There is no record, or a library is missing.
         OutputDirectoryError: The page cannot be written.
     """
-    named = dict(zip(map(str, sources), names, strict=False))
+    named = {str(source): name for source, name in zip(sources, names, strict=False) if name}
     if len(names) > len(sources):
         raise JobConfigError(f"--name is given {times(len(names))}, for only {count(len(sources), 'folder')}.")
     runs = [Figures(replace(run, name=named.get(run.source, run.name))) for run in read_runs(sources, job)]
@@ -139,6 +142,8 @@ def write_report(
         _print(f"{run.run.name}: {verdict.ending(run)} {verdict.headline(run)}")
         for change in verdict.changes(run, prices):
             _print(f"- {change}")
+        if gap := prices.gap(run.kinds):
+            _LOG.warning("%s: %s", run.run.name, gap)
     sys.stdout.flush()
     if trace_file is not None:
         write_whole(trace_file, trace(runs))
@@ -154,7 +159,7 @@ def compare_runs(options: argparse.Namespace) -> int:
         JobConfigError: A run cannot be read, or a price is missing or invalid.
     """
     prices = read_prices(options.prices, options.price)
-    first, second = (Figures(read_run(source)) for source in (options.a, options.b))
+    first, second = map(Figures, map(read_run, (options.a, options.b), options.job or (None, None)))
     both = compare.compare(first, second, prices, options.steps)
     _print(json.dumps(compare.as_json(*both)) if options.json else compare.as_text(*both, prices))
     return 0

@@ -66,12 +66,14 @@ def compare(first: Figures, second: Figures, prices: Prices, steps: int | None =
     for run in (first, second):
         if not run.pace.num_steps:
             raise JobConfigError(f"{run.run.source}: no training steps are recorded, so there is nothing to compare.")
+        if gap := prices.gap(run.kinds):
+            raise JobConfigError(f"{run.run.source}: {gap}")
     steps = steps or first.num_steps
     work = 1.0
     if first.samples_per_step and second.samples_per_step:
         work = first.samples_per_step / second.samples_per_step
     of_second = math.ceil(steps * work)
-    return Training(first, steps, _price(first, prices)), Training(second, of_second, _price(second, prices))
+    return Training(first, steps, prices.total(first.kinds)), Training(second, of_second, prices.total(second.kinds))
 
 
 def as_text(first: Training, second: Training, prices: Prices) -> str:
@@ -94,6 +96,7 @@ def as_json(first: Training, second: Training) -> dict[str, Any]:
             "waiting": training.run.pace.waiting,
             "time_to_train_s": training.seconds,
             "cost_to_train": training.cost,
+            "warnings": list(_doubts(name.upper(), training.run)),
         }
         for name, training in (("a", first), ("b", second))
     }
@@ -132,8 +135,12 @@ def _rows(first: Training, second: Training, prices: Prices) -> Iterator[Sequenc
     yield "waiting for data", percent(a.pace.waiting), percent(b.pace.waiting), ""
     yield "time of a step", step_time(a.pace.step_s), step_time(b.pace.step_s), _speed(a.pace.step_s / b.pace.step_s)
     if a.samples_per_s and b.samples_per_s:
-        faster = _speed(b.samples_per_s / a.samples_per_s)
-        yield "samples per second", rate(a.samples_per_s), rate(b.samples_per_s), faster
+        yield (
+            "samples per second",
+            rate(a.samples_per_s),
+            rate(b.samples_per_s),
+            _change(a.samples_per_s, b.samples_per_s),
+        )
     yield "steps", f"{first.steps:,}", f"{second.steps:,}", ""
     yield "outside the steps", duration(first.apart_s), duration(second.apart_s), ""
     yield "time to train", duration(first.seconds), duration(second.seconds), _speed(first.seconds / second.seconds)
@@ -155,24 +162,13 @@ def _notes(a: Figures, b: Figures, prices: Prices) -> Iterator[str]:
         yield "This compares equal numbers of steps, which is equal work only if steps have the same number of samples."
     elif a.samples_per_step != b.samples_per_step:
         yield (
-            f"A step of A has {a.samples_per_step:,.0f} samples, one of B {b.samples_per_step:,.0f}: times are for "
+            f"Samples per step: {a.samples_per_step:,.0f} in A, {b.samples_per_step:,.0f} in B. All times are for "
             "the same number of samples. They do not show whether both train the model equally well."
         )
 
 
-def _price(run: Figures, prices: Prices) -> float | None:
-    hosts = [(host.group, host.instance_type) for host in run.hosts]
-    missing = sorted({kind or group for group, kind in hosts if prices.of(group, kind) is None})
-    if prices and missing:
-        raise JobConfigError(
-            f"{run.run.name} ({run.run.source}) has hosts without a price: {', '.join(missing)}. "
-            f"Prices known: {', '.join(sorted(prices.per_hour))} ({prices.source})."
-        )
-    return prices.total(hosts)
-
-
 def _hosts(run: Figures) -> str:
-    kinds = Counter(host.instance_type or host.group for host in run.hosts)
+    kinds = Counter(kind or group for group, kind in run.kinds)
     return ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
 
 

@@ -89,8 +89,8 @@ class HostSummary:
         group: Instance group of the host.
         role: ``trainer`` or ``data``.
         instance_type: Instance type; None if unknown.
-        cpus: Number of CPUs that the host may use; 0 if its record is missing.
-        gpus: Number of GPUs.
+        cpus: Number of CPUs that the host may use; None if its record is missing.
+        gpus: Number of GPUs; None if the host's record is missing.
         uses: Its use over time, in all attempts in which its group had a host with this name; empty if its record is
             missing.
     """
@@ -99,8 +99,8 @@ class HostSummary:
     group: str
     role: str
     instance_type: str | None
-    cpus: int = 0
-    gpus: int = 0
+    cpus: int | None = None
+    gpus: int | None = None
     uses: tuple[HostUse, ...] = ()
 
     @property
@@ -202,12 +202,17 @@ class Figures:
                     group=group,
                     role=roles.get(group, "data" if name in served or group.startswith("data") else "trainer"),
                     instance_type=head.instance_types.get(group),
-                    cpus=max((record.head.cpus for record in own), default=0),
-                    gpus=max((record.head.gpus for record in own), default=0),
+                    cpus=max((record.head.cpus for record in own), default=None),
+                    gpus=max((record.head.gpus for record in own), default=None),
                     uses=tuple(lines_of(own, HostUse)),
                 )
             )
         return sorted(hosts, key=lambda host: (host.role == "data", host.name))
+
+    @property
+    def kinds(self) -> list[tuple[str, str | None]]:
+        """Instance group and type of each host of the last attempt."""
+        return [(host.group, host.instance_type) for host in self.hosts]
 
     @property
     def hosts_without_end(self) -> list[str]:

@@ -6,6 +6,7 @@ import re
 import shlex
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_sm.job.redaction import HIDDEN
@@ -16,6 +17,8 @@ _WIDTH = 110
 # The group for new data hosts if the run had none; hosts of a group with this name serve data.
 _DATA_GROUP = "data"
 _OPTION = re.compile(r"--([\w.+]+)=.*", re.ASCII | re.DOTALL)
+_NAME = re.compile(r"--[\w.+]+", re.ASCII)
+_IS_OPTION = re.compile(r"-[^\d.]")  # unlike a negative number
 
 
 def job_of_plan(planned: Sizing, prices: Prices) -> str:
@@ -31,10 +34,19 @@ def job_of_plan(planned: Sizing, prices: Prices) -> str:
     import yaml  # noqa: PLC0415 - the import takes tens of milliseconds, and few commands need it
 
     run = planned.run
-    command = run.command
-    given = {_option(word): word.partition("=")[2] for word in command if _option(word)} | run.hyperparameters
+    command = _with_joined_options(run.command)
+    given: dict[str, Any] = {}
+    if command[1:] and not command[1].startswith("-"):
+        given["subcommand"] = command[1]
+    configs = [word.partition("=")[2] for word in command if _option(word) == "config"]
+    given |= {_option(word): word.partition("=")[2] for word in command if _option(word)}
+    given |= {"config": configs} if len(configs) > 1 else {}
+    given |= run.hyperparameters
     hyperparameters = {name: value for name, value in given.items() if HIDDEN not in value}
     notes = [f"Planned from {run.run.name}.", sentence(planned, prices)]
+    left_out = [word for word in command[2 if "subcommand" in given else 1 :] if not _option(word)]
+    if left_out:
+        notes.append(f"Arguments that cannot be hyperparameters: {shlex.join(left_out)}. Set them in the script.")
     measured, number, option = planned.measured, planned.best.per_rank, "num_workers"
     if number is None:
         number, option = round(planned.best.workers / planned.best.num_hosts), "data_service.workers"
@@ -50,6 +62,17 @@ def job_of_plan(planned: Sizing, prices: Prices) -> str:
     values: dict[str, Any] = {"image": "<image>", "role": "<role>", "script": script, "groups": groups}
     values |= {"hyperparameters": hyperparameters} if hyperparameters else {}
     return "\n".join([*map(_comment, notes), yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=_WIDTH)])
+
+
+def _with_joined_options(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the words with ``--name=value`` in place of ``--name value``."""
+    joined: list[str] = []
+    for word in words:
+        if joined and _NAME.fullmatch(joined[-1]) and not _IS_OPTION.match(word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return tuple(joined)
 
 
 def _option(word: str) -> str:
@@ -68,7 +91,7 @@ def _groups(planned: Sizing) -> dict[str, Any]:
     if planned.best.num_hosts:
         name = next((host.group for host in planned.run.hosts if host.role == "data"), _DATA_GROUP)
         group = groups.setdefault(name, {"instance_type": "<instance type>"})
-        group |= {} if planned.kind is None else {"instance_type": planned.kind}
+        group |= {} if planned.best.kind is None else {"instance_type": planned.best.kind}
         group["count"] = planned.best.num_hosts
     return groups
 

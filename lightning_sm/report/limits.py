@@ -71,7 +71,7 @@ def limits(run: Figures, advice: str = "") -> list[Limit]:
 
     Args:
         run: The run.
-        advice: How to shorten the wait for data. If empty, or if a data host is the cause, use the cause's own advice.
+        advice: How to shorten the wait for data. If empty, use the advice of the wait's cause.
 
     Returns:
         The limits; empty for fewer than ``MIN_STEPS`` steps.
@@ -109,9 +109,11 @@ def cause_of_wait(run: Figures) -> WaitCause | None:
     waits = f"Training waits {percent(run.pace.waiting)} of the time for the transforms"
     if workers == 0:
         text = f"{waits}: the training process builds its batches itself."
-        return WaitCause("the training process builds its own batches", text, "Set the DataLoader's num_workers.")
+        name, change = "the training process builds its own batches", "Set the DataLoader's num_workers."
+        return WaitCause(name, text, change, is_work=True)
     text = f"{waits}: the workers of the loader ({workers} for each rank) are too slow."
-    return WaitCause("transforms", text, "Increase the DataLoader's num_workers if the host has idle CPUs.")
+    change = "Increase the DataLoader's num_workers if the host has idle CPUs."
+    return WaitCause("transforms", text, change, is_work=True)
 
 
 def _of_waiting(run: Figures, advice: str) -> Limit:
@@ -119,9 +121,7 @@ def _of_waiting(run: Figures, advice: str) -> Limit:
     if cause is None:
         text = f"Training waits {percent(run.pace.waiting)} of the time for data."
         return Limit("waiting for data", run.pace.parts["data_wait"], text, advice)
-    # If a data host is the cause, more workers would not help.
-    change = cause.change if cause.host else advice or cause.change
-    return Limit(f"waiting for data ({cause.name})", run.pace.parts["data_wait"], cause.text, change)
+    return Limit(f"waiting for data ({cause.name})", run.pace.parts["data_wait"], cause.text, advice or cause.change)
 
 
 def _of_steps(run: Figures) -> Iterator[Limit]:
@@ -169,7 +169,7 @@ def _of_restarts(run: Figures) -> Iterator[Limit]:
     apart_s = run.shares[RESTARTS]
     steps = sum(restart.num_repeated for restart in run.restarts)
     finding = f"Training was restarted {times(len(run.restarts))}: {duration(apart_s)} from the last step to the next"
-    change = "Check what the script does at its start, and what it saves and does after the signal."
+    change = "Check what the script does at its start, and what it does and saves at its end."
     if steps:
         finding += f", and {count(steps, 'step')} were trained again ({duration(run.repeated_s)})"
         change += " Save checkpoints more often (every_n_train_steps)."

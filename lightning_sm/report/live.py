@@ -201,7 +201,7 @@ def _host(run: Figures, host: HostSummary) -> LiveHost:
     last = [line.step for record in ranks.values() for line in lines_of([record], Steps)[-1:]]
     ends = lines_of([record for record in own if record.head.who == LAUNCHER], End)
     use = max(lines_of(own, HostUse), key=lambda line: line.t, default=None)
-    served = next((one for one in run.data[1] if one.name == host.name), None)
+    served = next((one for one in run.data[1] if host.role == "data" and one.name == host.name), None)
     state = served.state if served else "training" if last else "starting" if own else "no record here"
     return LiveHost(
         host=host.name,

@@ -25,6 +25,7 @@ from lightning_sm.record.prices import Prices, cost
 from lightning_sm.record.thresholds import MIN_STEPS, NOT_INPUT_BOUND, WORKERS_ARE_BUSY
 from lightning_sm.record.totals import of_all_ranks
 from lightning_sm.report.figures import Figures
+from lightning_sm.report.limits import cause_of_wait
 
 # Plan for workers that are busy for at most this share of the time, because some batches take longer.
 _TARGET = 0.9
@@ -84,6 +85,7 @@ class SizingRow:
         workers: Total number of workers of all ranks or data hosts.
         per_rank: ``num_workers`` of each rank's loader; None if data hosts build the batches.
         num_hosts: Number of data hosts; 0 if the workers run on trainer hosts.
+        kind: Instance type of the data hosts; None for the measured one.
         step_s: Seconds of a step.
         limit: The limit of a step: ``training``, ``workers`` or ``network``.
         seconds: Seconds of the whole job.
@@ -93,6 +95,7 @@ class SizingRow:
     workers: int
     per_rank: int | None
     num_hosts: int
+    kind: str | None
     step_s: float
     limit: str
     seconds: float
@@ -110,7 +113,6 @@ class Sizing:
             workers, as far as CPUs and ``_MOST_WORKERS`` allow.
         best: The line to choose: the cheapest one, or the first line if the cheapest would save too little. Without
             prices, all hosts count as equally expensive.
-        kind: Instance type of the data hosts; None for the measured one.
         steps: Number of steps of the whole job.
     """
 
@@ -118,7 +120,6 @@ class Sizing:
     measured: MeasuredRun
     lines: tuple[SizingRow, ...]
     best: SizingRow
-    kind: str | None
     steps: int
 
 
@@ -134,6 +135,9 @@ def measure(run: Figures) -> MeasuredRun:
     if run.pace.num_trained < MIN_STEPS:
         steps = count(run.pace.num_trained, "training step")
         raise JobConfigError(f"{run.run.source}: {steps} in the record; a plan needs at least {MIN_STEPS}.")
+    cause = cause_of_wait(run)
+    if cause is not None and not cause.is_work:
+        raise JobConfigError(f"{run.run.source}: more workers would not help. {cause.text} {cause.change}".rstrip())
     # A rank's backward pass includes waiting for the other ranks' data, even for ranks without a record. So take the
     # minimum over all ranks.
     own = [rank.step_s * (1.0 - rank.waiting) for rank in run.ranks.values()]
@@ -163,20 +167,20 @@ def plan(run: Figures, prices: Prices, kind: str | None = None, steps: int | Non
     def row(workers: int, num_hosts: int, step_s: float, limit: str, kind: str | None) -> SizingRow:
         per_rank = None if num_hosts else round(workers / measured.num_ranks)
         seconds = run.fixed_s + steps * (step_s + run.growing_step_s)
-        price = _price_per_hour(run, prices, kind, num_hosts)
+        price = prices.total(_hosts(run, kind, num_hosts))
         amount = None if price is None else cost(price, seconds)
-        return SizingRow(workers, per_rank, num_hosts, step_s, limit, seconds, amount)
+        return SizingRow(workers, per_rank, num_hosts, kind, step_s, limit, seconds, amount)
 
     waits = run.pace.waiting >= NOT_INPUT_BOUND
     first = row(measured.workers, measured.num_hosts, run.pace.step_s, "workers" if waits else "training", None)
     if not waits:
-        return Sizing(run, measured, (first,), first, None, steps)
+        return Sizing(run, measured, (first,), first, steps)
     numbers = [] if kind is not None else list(_same_hosts(measured))
     numbers += _more_hosts(measured, kind) if measured.num_hosts or kind is not None else []
     lines = [row(workers, num_hosts, *measured.predict(workers), kind) for workers, num_hosts in numbers]
     best = _cheapest(run, first, lines)
     shown = tuple(line for line in lines if line is best or line is lines[-1])
-    return Sizing(run, measured, (first, *shown), best, kind, steps)
+    return Sizing(run, measured, (first, *shown), best, steps)
 
 
 def sentence(planned: Sizing, prices: Prices) -> str:
@@ -191,17 +195,19 @@ def sentence(planned: Sizing, prices: Prices) -> str:
 def advice(planned: Sizing, prices: Prices) -> str:
     """Return advice on reducing the wait, in a sentence or two."""
     measured, said = planned.measured, []
+    first, last = planned.lines[0], planned.lines[-1]
     most = _MOST_WORKERS * measured.workers if measured.num_hosts else measured.most_here
-    if planned.best is planned.lines[0] or measured.workers_needed > most:
+    is_too_much = planned.best is first and (last is first or last.seconds < (1.0 - _WORTH) * first.seconds)
+    if is_too_much or measured.workers_needed > most:
         ratio = measured.cost_s / measured.num_ranks / max(1e-9, measured.own_s)
         said.append(
             f"Make the transforms cheaper first, or run them beforehand: building a batch takes {ratio:.2g} times as "
             f"long as training on it, and keeping up would take {count(measured.workers_needed, 'worker')}, each with "
             "a CPU of its own."
         )
-    if len(planned.lines) == 1:
+    if last is first:
         said.append("Every CPU of these hosts already has a worker. Data hosts would add more CPUs.")
-    elif planned.best is planned.lines[0]:
+    elif planned.best is first:
         said.append(f"No other number of workers or hosts would save at least {percent(_WORTH)} of the job's cost.")
     else:
         said.append(_proposal(planned, prices))
@@ -211,7 +217,7 @@ def advice(planned: Sizing, prices: Prices) -> str:
 def _proposal(planned: Sizing, prices: Prices) -> str:
     measured, best, first = planned.measured, planned.best, planned.lines[0]
     effect = {"network": ", the most that the network can feed", "training": ", which would remove the wait"}
-    if best.num_hosts == first.num_hosts and planned.kind is None:
+    if best.num_hosts == first.num_hosts and best.kind is None:
         option, places = ("data_service.workers", "data hosts") if best.num_hosts else ("num_workers", "ranks")
         number = best.num_hosts or measured.num_ranks
         where = f"Set {option}={best.workers // number}" + (
@@ -219,7 +225,7 @@ def _proposal(planned: Sizing, prices: Prices) -> str:
         )
     else:
         more = f" instead of {first.num_hosts:,}" if first.num_hosts else ""
-        kind = "" if planned.kind is None else f" of {planned.kind}"
+        kind = "" if best.kind is None else f" of {best.kind}"
         where = f"Use {count(best.num_hosts, 'data host')}{kind}{more}, with {count(best.workers, 'worker')} in all"
     text = (
         f"{where}{effect.get(best.limit, '')}: a step would take {step_time(best.step_s)} instead of "
@@ -240,9 +246,11 @@ def as_text(planned: Sizing, prices: Prices) -> str:
         "work from all workers together.",
         *([run.run.flaws] if run.run.flaws else []),
     ]
-    if planned.lines[-1].cost is None and planned.lines[-1].num_hosts:
-        facts.append("This assumes equal prices for all hosts. Give prices with --price.")
-    if planned.kind is not None:
+    last = planned.lines[-1]
+    if last.cost is None and last.num_hosts:
+        gap = prices.gap(_hosts(run, last.kind, last.num_hosts)) or "Give prices with --price."
+        facts.append(f"This assumes equal prices for all hosts. {gap}")
+    if last.kind is not None:
         facts.append("Hosts of this kind were not measured: their vCPUs are assumed to be as fast as measured ones.")
     if not measured.num_hosts:
         facts.append(
@@ -281,12 +289,6 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
     rates += [rank.num_bytes / rank.transfer_s for rank in ranks.values() if rank.transfer_s > 0]
     capacity_s = math.fsum(host.capacity_s for host in up)
     busy = min(1.0, math.fsum(host.busy_s for host in up) / capacity_s) if capacity_s else 1.0
-    if run.pace.waiting >= NOT_INPUT_BOUND and busy < WORKERS_ARE_BUSY:
-        raise JobConfigError(
-            f"{run.run.source}: the workers of the data hosts ({workers:,}) were busy only {percent(busy)} of the "
-            "time, so more workers would not help: check the network, slow hosts, and "
-            "data_service.window_batches."
-        )
     cpus = [host.cpus or num_vcpus(host.instance_type or "") or 0 for host in run.hosts if host.role == "data"]
     return MeasuredRun(
         own_s,
@@ -346,11 +348,11 @@ def _cheapest(run: Figures, first: SizingRow, lines: Sequence[SizingRow]) -> Siz
     return best if saved >= _WORTH else first
 
 
-def _price_per_hour(run: Figures, prices: Prices, kind: str | None, num_data_hosts: int) -> float | None:
-    """Return the hourly price of the trainers and the data hosts. If ``kind`` is None, use the measured kind."""
+def _hosts(run: Figures, kind: str | None, num_data_hosts: int) -> list[tuple[str, str | None]]:
+    """Return group and type of the trainers and the data hosts. If ``kind`` is None, use the measured kind."""
     trainers = [(host.group, host.instance_type) for host in run.hosts if host.role == "trainer"]
     measured = [(host.group, host.instance_type) for host in run.hosts if host.role == "data"] or [("data", None)]
-    return prices.total(trainers + num_data_hosts * [measured[0] if kind is None else (kind, kind)])
+    return trainers + num_data_hosts * [measured[0] if kind is None else (kind, kind)]
 
 
 def _table(planned: Sizing, prices: Prices) -> str:

@@ -12,11 +12,7 @@ from lightning_sm.report.figures import RUNNING, Figures
 from lightning_sm.report.limits import Limit, cause_of_wait, leading, limits
 from lightning_sm.report.sizing import advice, plan
 
-# What the outcomes mean for the job's progress.
-_MEANING = {
-    INTERRUPTED: ": the job can resume from the checkpoint that it saved",
-    STOPPED: ", without a checkpoint of the last step",
-}
+_RESUMES = ": the job can resume from the checkpoint that it saved"
 
 
 def ending(run: Figures) -> str:
@@ -27,10 +23,17 @@ def ending(run: Figures) -> str:
     if run.outcome == RUNNING:
         said = f"The end was not recorded: the job is still running, or its hosts were killed. Recorded so far: {time}."
     else:
-        reason = run.attempts[-1].reason.rstrip(".") if run.outcome == FAILED else ""
-        said = f"{run.outcome.capitalize()} after {time}{_MEANING.get(run.outcome, reason and f': {reason}')}."
+        why = run.attempts[-1].reason.rstrip(".") if run.outcome == FAILED else ""
+        meaning = _RESUMES if run.outcome == INTERRUPTED else why and f": {why}"
+        said = f"{run.outcome.capitalize()} after {time}{meaning}."
+        said += f" {_last_checkpoint(run)}" if run.outcome == STOPPED else ""
         said += f" The end of {listed(gone)} was not recorded: killed or still running." if gone else ""
     return f"{said} {run.run.flaws}".rstrip()
+
+
+def _last_checkpoint(run: Figures) -> str:
+    saved = [event for event in run.events if event.what == "checkpoint_saved"]
+    return f"Last checkpoint: {saved[-1].text}." if saved else "No checkpoint was saved."
 
 
 def headline(run: Figures) -> str:
@@ -67,7 +70,7 @@ def changes(run: Figures, prices: Prices) -> list[str]:
 
 def price(run: Figures, prices: Prices) -> float | None:
     """Return the cost of a run; None if prices are unknown."""
-    per_hour = prices.total((host.group, host.instance_type) for host in run.hosts)
+    per_hour = prices.total(run.kinds)
     return None if per_hour is None else cost(per_hour, run.seconds)
 
 
@@ -80,4 +83,4 @@ def _change(run: Figures, limit: Limit, prices: Prices) -> str:
 
 
 def _cost(run: Figures, limit: Limit) -> str:
-    return f"{percent(limit.seconds / max(1e-9, run.seconds))} of the time ({duration(limit.seconds)})"
+    return f"{percent(limit.seconds / max(1e-9, run.seconds))} of the job ({duration(limit.seconds)})"

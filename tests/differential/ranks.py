@@ -94,6 +94,7 @@ class Ranks:
                     str(theirs.fileno()),
                     self._hosts,
                     self._hooks,
+                    str(self._world_size),
                 ]
                 process = subprocess.Popen(
                     command, env=env, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -111,11 +112,15 @@ class Ranks:
         return seen
 
 
-def main(descriptor: str, hosts: str, hooks: str) -> None:
+def main(descriptor: str, hosts: str, hooks: str, world_size: str) -> None:
     """Run the cases whose numbers arrive on a socket, until the other end is closed."""
     import torch
 
     warnings.simplefilter("ignore")
+    if world_size != "1":
+        # The first fit would create the group: of a case's two runs, only the first would begin without one, and
+        # samplers that are created before it would differ.
+        torch.distributed.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(world_size))
     connection: Connection[Any, Any] = Connection(int(descriptor))
     runner = Runner(json.loads(hosts), hooks)
     while True:

@@ -160,7 +160,7 @@ def _network(who: str, rank: RankFigures) -> WaitCause:
     text = (
         f"{who} for the network: of the {duration(latency_s)} from request to batch, "
         f"{duration(rank.transfer_s / batches)} is transfer from the data host ({size(rank.num_bytes / batches)} a "
-        f"batch, {size(rank.num_bytes / rank.seconds)}/s)."
+        f"batch, {size(rank.num_bytes / rank.seconds)}/s on average)."
     )
     change = "Make batches smaller (uint8 instead of float32), or choose hosts with a faster network."
     return WaitCause("network", text, change)
@@ -180,7 +180,7 @@ def _workers(who: str, rank: RankFigures, hosts: Sequence[HostFigures]) -> WaitC
         "Make the transforms cheaper, or use more workers (data_service.workers, more or larger data hosts); "
         "lightning-sm plan calculates how many."
     )
-    return WaitCause("transforms", text, change)
+    return WaitCause("transforms", text, change, is_work=True)
 
 
 def _outlier(means: Mapping[str, float]) -> tuple[str, float, float] | None:

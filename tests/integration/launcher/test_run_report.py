@@ -33,7 +33,7 @@ def test_the_report_is_in_the_output_data(job, report, caplog):
     assert "$0.032" in report.read_text()
     said, change, *_, place = caplog.messages
     assert place == f"lightning-sm: report of the run: {report}"
-    assert change.startswith("lightning-sm: - Waiting for data (transforms), 48% of the time (34.8 s), $0.016: ")
+    assert change.startswith("lightning-sm: - Waiting for data (transforms), 48% of the job (34.8 s), $0.016: ")
     assert said.startswith(
         "lightning-sm: job: Succeeded after 72 s. Limited by waiting for data (transforms), 48% of the"
     )

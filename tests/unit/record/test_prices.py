@@ -75,7 +75,7 @@ def test_a_wrong_file_is_refused(tmp_path, content, message):
     assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("flag", ["1.41", "=1", "a=", "a=x", "a=inf"])
+@pytest.mark.parametrize("flag", ["1.41", "=1", "a=", "a=x", "a=inf", "a=1e308"])
 def test_a_wrong_option_is_refused(flag):
     """An option without a name or a number raises an error that quotes it."""
     with pytest.raises(JobConfigError, match="--price"):

@@ -101,6 +101,9 @@ def test_what_is_no_record_is_named(tmp_path, content):
         read_run(source)
     with pytest.raises(JobConfigError, match="has no record of a run: no files lightning-sm-record"):
         read_run(tmp_path)
+    write(tmp_path, head(1))
+    with pytest.raises(JobConfigError, match="no record of a run: 1 file without a complete line lightning-sm-record"):
+        read_run(tmp_path)
 
 
 def test_damaged_lines_are_left_out_and_counted(tmp_path):
@@ -114,6 +117,27 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path):
     assert after.flaws == "Skipped 2 lines of the record: damaged, or from another version."
     assert [record.lines for record in after.records] == [record.lines for record in before.records]
     assert verdict.ending(Figures(after)).endswith(after.flaws)
+
+
+def test_a_file_whose_first_line_is_damaged_is_named(tmp_path, caplog):
+    """Without its first line, a file does not say which process wrote it."""
+    input_bound(tmp_path)
+    path = write(tmp_path, steps(11), steps(12), who="rank-1")
+    assert len(read_run(tmp_path).records) == 3
+    assert f"{path}: its 2 lines cannot be read, because the first one is damaged." in caplog.text
+
+
+def test_a_missing_attempt_is_said(tmp_path):
+    """A folder with only the second attempt says that the first one is missing."""
+    assert read_run(input_bound(tmp_path, attempt=2)).flaws == "No record of attempt 1."
+
+
+def test_clocks_that_differ_are_said(tmp_path):
+    """Hosts of an attempt run at the same time, so a host that begins long after the others' end has another clock."""
+    write(tmp_path, head(1), steps(11), steps(12))
+    write(tmp_path, head(86400, "algo-2", "launcher"), use(86410), host="algo-2", who="launcher")
+    said = read_run(tmp_path).flaws
+    assert said.startswith("In attempt 1, algo-2 began 24 h after the end of algo-1: their clocks differ, so")
 
 
 @pytest.mark.parametrize(("t", "jump"), [(-7200, "2 h"), (7200, "2 h")])

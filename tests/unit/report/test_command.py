@@ -3,6 +3,9 @@
 import json
 import logging
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -30,9 +33,19 @@ def test_report_writes_a_page_and_says_the_verdict(run, tmp_path, caplog, capsys
     assert [path.name for path in file.parent.iterdir()] == ["page.html"]
     assert file.stat().st_mode & 0o444 == 0o444
     said, *changes = capsys.readouterr().out.splitlines()
-    assert said.startswith("job: Succeeded after 72 s. Limited by waiting for data (transforms), 48% of the time (34.8")
-    assert changes[0].startswith("- Waiting for data (transforms), 48% of the time (34.8 s), $0.016: ")
+    assert said.startswith("job: Succeeded after 72 s. Limited by waiting for data (transforms), 48% of the job (34.8")
+    assert changes[0].startswith("- Waiting for data (transforms), 48% of the job (34.8 s), $0.016: ")
     assert f"report: {file}" in caplog.text
+
+
+def test_hosts_without_a_price_are_named(run, tmp_path, caplog):
+    """If a price is missing, the page and the log name the host's type instead of a cost."""
+    file = tmp_path / "page.html"
+    assert main(["report", run, "-o", str(file), "--price", "ml.g5.xlarge=1.41", "--price", "ml.c5.xlrge=0.2"]) == 0
+    said = "No price for ml.c5.xlarge; known (--price): ml.c5.xlrge, ml.g5.xlarge."
+    assert f"job: {said}" in caplog.text
+    assert said in file.read_text()
+    assert "Cost: " not in file.read_text()
 
 
 def test_runs_get_the_names_that_the_user_gives(tmp_path, capsys, caplog):
@@ -73,12 +86,23 @@ def test_compare_says_times_and_costs(run, capsys):
     assert json.loads(capsys.readouterr().out)["b"]["time_to_train_s"] == pytest.approx(11 + 2 + 120)
 
 
-def test_a_folder_of_several_jobs_is_not_compared(tmp_path, caplog):
-    """A folder with several jobs raises an error that names them."""
+def test_a_folder_of_several_jobs_is_not_compared(tmp_path, caplog, capsys):
+    """A folder with several jobs raises an error that names them, unless one is named for each side."""
     for name, samples in (("first", 10), ("second", 20)):
         write(tmp_path, head(1, job=name), *(steps(11 + second, step=samples * second) for second in range(5)))
     assert main(["compare", str(tmp_path), str(tmp_path)]) == 2
     assert "2 jobs: first, second. Name one with --job." in caplog.text
+    assert main(["compare", str(tmp_path), str(tmp_path), "--job", "first", "second"]) == 0
+    assert re.search(r"^run +first +second", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_reader_that_leaves_early_is_no_error(run):
+    """When ``head`` has read enough, the command ends without a traceback."""
+    command = [sys.executable, "-m", "lightning_sm", "report", "--json", "--once", run]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 def test_plan_says_how_many_workers(run, capsys):

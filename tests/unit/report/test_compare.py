@@ -11,7 +11,7 @@ from lightning_sm.record.prices import Prices, cost
 from lightning_sm.record.runs import RunRecord, read_run
 from lightning_sm.record.totals import Totals
 from lightning_sm.report.compare import as_json, as_text, compare, sentence
-from lightning_sm.report.figures import RESTARTS, Figures, HostSummary, TrainingRestart
+from lightning_sm.report.figures import RESTARTS, Figures, TrainingRestart
 from tests.unit.report.recorded import BEGIN, head, input_bound, steps, write
 
 
@@ -20,7 +20,7 @@ class Run:
     """The figures of a run that a comparison needs."""
 
     run: RunRecord
-    hosts: tuple[HostSummary, ...]
+    kinds: list[tuple[str, str | None]]
     pace: Totals
     num_steps: int = 1000
     samples_per_step: float | None = None
@@ -33,10 +33,9 @@ class Run:
 
 def measured(name, hosts, step_s, **more):
     """Return a run with a given number of hosts per type and a given step time."""
-    kinds = [kind for kind, number in hosts.items() for _ in range(number)]
-    own = tuple(HostSummary(f"algo-{number}", kind, "trainer", kind) for number, kind in enumerate(kinds))
+    kinds = [(kind, kind) for kind, number in hosts.items() for _ in range(number)]
     pace = Totals(100, parts=dict.fromkeys(PARTS, 0.0) | {"forward": 100 * step_s})
-    return Run(RunRecord(name, name, ()), own, pace, **more)
+    return Run(RunRecord(name, name, ()), kinds, pace, **more)
 
 
 # The PyTorch example of a heterogeneous cluster states step times but no prices. These are list prices of that time.
@@ -160,7 +159,9 @@ def test_steps_of_different_size_are_compared_by_samples():
     assert first.seconds == pytest.approx(second.seconds)
     assert second.cost == pytest.approx(2.0 * first.cost)
     assert (first.steps, second.steps) == (100, 50)
-    assert "32 samples, one of B 64" in as_text(first, second, Prices({"a": 1.0}))
+    assert "Samples per step: 32 in A, 64 in B. All times are for the same number" in as_text(
+        first, second, Prices({"a": 1.0})
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,9 @@ def test_without_prices_times_are_compared():
 
 def test_a_missing_price_is_named():
     """A missing price raises an error, because the cost of only some hosts would mislead."""
-    with pytest.raises(JobConfigError, match=r"both .*without a price: ml\.c5\.9xlarge.*known: ml\.p3\.2xlarge"):
+    with pytest.raises(
+        JobConfigError, match=r"^both: No price for ml\.c5\.9xlarge; known \(--price\): ml\.p3\.2xlarge\.$"
+    ):
         compare(
             measured("alone", {"ml.p3.2xlarge": 1}, 1.0),
             measured("both", {"ml.p3.2xlarge": 1, "ml.c5.9xlarge": 1}, 0.5),
@@ -201,9 +204,12 @@ def test_programs_get_times_and_costs():
     """The JSON output has times and costs for plots; costs are null without prices."""
     first, second = measured("x", {"a": 1}, 1.0), measured("y", {"b": 1}, 0.5)
     found = as_json(*compare(first, second, Prices({"a": 3.6, "b": 7.2})))
-    assert found["a"] == {"step_s": 1.0, "waiting": 0.0, "time_to_train_s": 1000.0, "cost_to_train": 1.0}
+    times = {"step_s": 1.0, "waiting": 0.0, "time_to_train_s": 1000.0, "cost_to_train": 1.0}
+    assert found["a"] == times | {"warnings": []}
     assert found["b"]["cost_to_train"] == 1.0
     assert as_json(*compare(first, second, Prices()))["a"]["cost_to_train"] is None
+    stopped = measured("z", {"a": 1}, 1.0, outcome="stopped")
+    assert as_json(*compare(first, stopped, Prices()))["b"]["warnings"] == ["B has not succeeded (stopped)."]
 
 
 def test_what_costs_nothing_has_no_percentage():

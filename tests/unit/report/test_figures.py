@@ -69,12 +69,20 @@ def test_a_failure_says_its_reason(tmp_path):
     ("outcome", "ending"),
     [
         ("interrupted", "Interrupted after 72 s: the job can resume from the checkpoint that it saved."),
-        ("stopped", "Stopped after 72 s, without a checkpoint of the last step."),
+        ("stopped", "Stopped after 72 s. No checkpoint was saved."),
     ],
 )
 def test_an_interruption_reads_unlike_a_failure(tmp_path, outcome, ending):
     """An interruption is reported as one, together with whether the work was saved."""
     assert verdict.ending(of(input_bound(tmp_path, outcome=outcome))) == ending
+
+
+def test_a_stopped_run_names_its_last_checkpoint(tmp_path):
+    """The checkpoint may even be of the last step, if it was saved just before the signal."""
+    input_bound(tmp_path, outcome="stopped")
+    write(tmp_path, Event(BEGIN + 70, "checkpoint_saved", "step 1200 in /opt/ml/checkpoints/last.ckpt"))
+    said = verdict.ending(of(tmp_path))
+    assert said == "Stopped after 72 s. Last checkpoint: step 1200 in /opt/ml/checkpoints/last.ckpt."
 
 
 _BROKEN = "ValueError: label 7 on trainer host algo-2, rank 1 (exit code 1)"
@@ -283,9 +291,7 @@ def test_events_of_all_hosts_are_in_the_order_of_time(tmp_path):
 def test_the_headline_of_a_wait_says_where_the_batches_come_from(tmp_path):
     """The headline uses the log's sentences, for data hosts and for loaders on the trainer host."""
     remote = verdict.headline(of(input_bound(tmp_path / "remote")))
-    assert remote.startswith(
-        "Limited by waiting for data (transforms), 48% of the time (34.8 s). Training waits 58% of"
-    )
+    assert remote.startswith("Limited by waiting for data (transforms), 48% of the job (34.8 s). Training waits 58% of")
     assert "for the transforms: the 2 workers of the data hosts are busy 100% of the time" in remote
     own = [head(1, hosts={"algo-1": "trainer"}), Loader(BEGIN + 2, workers=2, cpus=4)]
     write(tmp_path / "local", *own, *(steps(10 + t) for t in range(5)))
@@ -303,7 +309,7 @@ def test_a_long_start_is_said_with_its_cost(tmp_path):
     write(tmp_path, *lines, *(steps(60 + t, waiting=0.0) for t in range(5)))
     prices = Prices({"trainer": 3600.0, "data": 0.0})
     text, *_ = verdict.changes(of(tmp_path), prices)
-    assert text.startswith("Start-up, 47% of the time (30 s), $30.00: It took 60 s until training began")
+    assert text.startswith("Start-up, 47% of the job (30 s), $30.00: It took 60 s until training began")
 
 
 def _attempts(folder, *, gap):

@@ -61,8 +61,27 @@ def test_hosts_of_another_type_take_the_place_of_the_measured_ones(remote, tmp_p
             "trainer": {"instance_type": "ml.g5.xlarge", "count": 1},
             "data": {"instance_type": "ml.c5.4xlarge", "count": 1},
         },
-        "hyperparameters": {"data.num_workers": "2"},
+        "hyperparameters": {"subcommand": "fit", "data.num_workers": "2"},
     }
+
+
+def test_the_measured_hosts_may_be_cheaper_than_those_of_another_type(remote, tmp_path):
+    """If the measured hosts are the cheapest, the file has their type."""
+    saved = tmp_path / "planned.yaml"
+    prices = ("--price", "ml.g5.xlarge=1.41", "--price", "ml.c5.xlarge=0.2", "--price", "ml.c5.4xlarge=90")
+    assert main(["plan", str(remote), *prices, "--kind", "ml.c5.4xlarge", "--save", str(saved)]) == 0
+    assert yaml.safe_load(saved.read_text())["groups"]["data"] == {"instance_type": "ml.c5.xlarge", "count": 1}
+
+
+def test_arguments_may_be_two_words(remote, tmp_path):
+    """Options whose values are separate words are part of the job; words that cannot be hyperparameters are listed."""
+    saved = tmp_path / "planned.yaml"
+    given = "train.py", "validate", "--config", "a.yaml", "--config=b.yaml", "--shift", "-0.5", "--fast", "--lr=1", "-v"
+    _launched(tmp_path / "run", *given)
+    assert main(["plan", str(remote), *_PRICES, "--save", str(saved)]) == 0
+    expected = {"subcommand": "validate", "config": ["a.yaml", "b.yaml"], "shift": "-0.5", "lr": "1"}
+    assert yaml.safe_load(saved.read_text())["hyperparameters"] == expected
+    assert "# Arguments that cannot be hyperparameters: --fast -v. Set them in the script." in saved.read_text()
 
 
 def test_arguments_are_part_of_the_job(remote, tmp_path):
@@ -71,7 +90,7 @@ def test_arguments_are_part_of_the_job(remote, tmp_path):
     given = "train.py", "fit", "--data_service.workers=1", "--trainer.callbacks+=Timer", "--lr=1", "--token=(hidden)"
     _launched(tmp_path / "run", *given, hyperparameters={"lr": "3"})
     assert main(["plan", str(remote), *_PRICES, "--save", str(saved)]) == 0
-    expected = {"data_service.workers": "2", "trainer.callbacks+": "Timer", "lr": "3"}
+    expected = {"subcommand": "fit", "data_service.workers": "2", "trainer.callbacks+": "Timer", "lr": "3"}
     assert yaml.safe_load(saved.read_text())["hyperparameters"] == expected
 
 
@@ -80,14 +99,14 @@ def test_a_number_of_workers_of_the_measured_hosts_is_not_that_of_others(remote,
     saved = tmp_path / "planned.yaml"
     _launched(tmp_path / "run", "train.py", "fit", "--data_service.workers=2")
     assert main(["plan", str(remote), *_PRICES, "--kind", "ml.c5.4xlarge", "--save", str(saved)]) == 0
-    assert yaml.safe_load(saved.read_text())["hyperparameters"] == {"data_service.workers": "15"}
+    assert yaml.safe_load(saved.read_text())["hyperparameters"] == {"subcommand": "fit", "data_service.workers": "15"}
     assert "--group data=1 -- train.py fit --data_service.workers=15" in saved.read_text().replace("\n#  ", "")
 
 
 @pytest.mark.parametrize(
     ("command", "hyperparameters"),
     [
-        (("train.py", "fit", "--data.num_workers=2"), {"data.num_workers": "3"}),
+        (("train.py", "fit", "--data.num_workers=2"), {"subcommand": "fit", "data.num_workers": "3"}),
         (("train.py", "--num_workers=2", "--max_num_workers=2"), {"num_workers": "3", "max_num_workers": "2"}),
         (("train.py",), None),
     ],

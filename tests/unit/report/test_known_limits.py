@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sm.errors import JobConfigError
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
 from lightning_sm.report import page, verdict
 from lightning_sm.report.figures import Figures
+from lightning_sm.report.sizing import plan
 from tests.records.__main__ import JOBS
 
 _RECORDS = Path(__file__).parents[2] / "records"
@@ -51,6 +53,16 @@ def test_the_headline_names_the_known_limit(name):
     first, *_ = verdict.changes(run, Prices())
     known = NAMES[name]
     assert first.startswith(known[0].upper() + known[1:])
+
+
+@pytest.mark.parametrize("name", ["network", "slow_data_host", "data_host_without_batches", "data_host_that_came_back"])
+def test_more_workers_are_not_the_answer_to_every_wait(name):
+    """Where training waits for the network or a bad data host, there is no plan, and no word about transforms."""
+    with pytest.raises(JobConfigError, match=r"more workers would not help\. Training waits .*(network|algo-\d)"):
+        plan(figures(name), Prices())
+    first, *_ = verdict.changes(figures(name), Prices())
+    assert "transforms" not in first
+    assert "num_workers" not in first
 
 
 def test_a_slow_rank_of_another_host_is_possible(tmp_path):

@@ -58,7 +58,7 @@ def test_a_healthy_training_is_limited_by_its_own_work():
     """The largest part of a healthy job is named, but counts as work, not as waste."""
     assert names(HEALTHY) == ["the backward pass", "the forward pass"]
     assert headline(HEALTHY).startswith(
-        "Limited by the backward pass, 47% of the time (5.6 s). It takes 56 ms of the 100 ms"
+        "Limited by the backward pass, 47% of the job (5.6 s). It takes 56 ms of the 100 ms"
     )
     assert all(limit.is_work for limit in limits(HEALTHY))
 
@@ -93,7 +93,7 @@ def test_the_headline_names_the_largest_limit(times, name):
 def test_of_two_limits_the_larger_one_is_named():
     """A wait of 6% does not precede checkpoints of 50%; before, a sentence about data always came first."""
     times = spending(24.0, data_wait=1.5, checkpoints=12.0)
-    assert headline(times).startswith("Limited by checkpoints, 50% of the time (12 s)")
+    assert headline(times).startswith("Limited by checkpoints, 50% of the job (12 s)")
     assert names(times) == ["checkpoints", "the backward pass", "the forward pass", "waiting for data"]
 
 
@@ -130,7 +130,7 @@ def test_the_cause_of_a_wait_is_part_of_its_name():
     """The headline names the cause of the wait, and a plan's advice replaces the general advice."""
     run = replace(spending(20.0, data_wait=8.0), loaders={0: Loader(0.0, workers=2)})
     assert headline(run).startswith(
-        "Limited by waiting for data (transforms), 40% of the time (8 s). Training waits 45% of"
+        "Limited by waiting for data (transforms), 40% of the job (8 s). Training waits 45% of"
     )
     assert limits(run)[0].change == "Increase the DataLoader's num_workers if the host has idle CPUs."
     assert limits(run, "Send less.")[0].change == "Send less."

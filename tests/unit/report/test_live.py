@@ -77,6 +77,13 @@ def test_only_the_newest_life_of_a_process_counts(job):
     assert shown(job).hosts[0].state == "failed"
 
 
+def test_a_host_with_another_role_than_before_has_the_figures_of_its_own_role(job):
+    """A trainer whose name belonged to a data host in an earlier attempt has built no batches."""
+    roles = {"hosts": {"algo-2": "trainer"}, "group": "trainer", "role": "trainer", "world_size": 1}
+    write(job, head(200, "algo-2", **roles), steps(211), host="algo-2", attempt=2)
+    assert [(host.host, host.num_built) for host in shown(job).hosts] == [("algo-2", None)]
+
+
 def test_a_data_host_that_was_lost_says_so(job):
     """The state of a data host comes from rank 0."""
     line = data(115, 2100)

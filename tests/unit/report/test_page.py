@@ -44,7 +44,7 @@ class Text(HTMLParser):
 def test_the_verdict_comes_first_and_then_the_numbers(tmp_path):
     """The first screen on a phone shows the outcome, the duration, the cost and the quality."""
     text = " ".join(" ".join(Text(rendered(input_bound(tmp_path)).partition("<body")[2]).words).split())
-    begin = "job Succeeded after 72 s. Limited by waiting for data (transforms), 48% of the time (34.8 s)."
+    begin = "job Succeeded after 72 s. Limited by waiting for data (transforms), 48% of the job (34.8 s)."
     assert begin in text
     numbers = (
         "duration 72 s cost $0.032 steps wait for data 58% best val_acc 0.9 samples per second 640 time of a step 50 ms"
@@ -87,7 +87,7 @@ def test_all_numbers_of_a_page_are_those_of_one_rank(tmp_path):
         write(folder, *own)
     html = rendered(folder)
     text = " ".join(" ".join(Text(html).words).split())
-    assert "48% of the time (34.8 s)" in text
+    assert "48% of the job (34.8 s)" in text
     assert "steps wait for data 58%" in text
     assert "waiting for data 34.8 s (48%)" in text
     assert "The steps are those of rank 1 on algo-2, for which the others wait" in text
@@ -222,6 +222,14 @@ def test_the_use_of_each_host_is_drawn_over_time(tmp_path):
     for name in ("CPUs", "memory", "GPUs (any kernel running)", "GPU memory", "algo-1 (trainer)"):
         assert f">{name}<" in picture, name
     assert "algo-2 (data)" not in picture
+
+
+def test_a_host_without_a_record_says_so(tmp_path):
+    """The table has no numbers about a host whose record is missing."""
+    input_bound(tmp_path)
+    for path in tmp_path.rglob("algo-2*"):
+        path.unlink()
+    assert "<td>ml.c5.xlarge</td><td>no record here</td><td></td>" in rendered(tmp_path)
 
 
 def test_hyperparameters_are_on_the_page(tmp_path):

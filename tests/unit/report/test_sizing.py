@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lightning_sm.errors import JobConfigError
-from lightning_sm.record.events import Loader
+from lightning_sm.record.events import Loader, Span
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import Figures
@@ -21,11 +21,12 @@ def of(folder):
     return Figures(read_run(folder))
 
 
-def local(folder, *, waiting, workers=2, cpus=4, hosts=None, **values):
+def local(folder, *, waiting, workers=2, cpus=4, hosts=None, start_s=0.0, **values):
     """Write a run whose batches are built on the trainer host, and return its figures."""
     own = head(1, hosts=hosts or {"algo-1": "trainer"}, cpus=cpus, **values)
     loader = Loader(BEGIN + 2, workers=workers, cpus=cpus)
-    write(folder, own, loader, *(steps(10 + t, waiting=waiting) for t in range(10)))
+    start = Span(BEGIN + 2, "startup", BEGIN + 2 - start_s, start_s)
+    write(folder, own, start, loader, *(steps(10 + t, waiting=waiting) for t in range(10)))
     write(folder, head(0, who="launcher", hosts=hosts or {"algo-1": "trainer"}, cpus=cpus), use(5), who="launcher")
     return of(folder)
 
@@ -80,8 +81,22 @@ def test_the_latency_of_small_batches_is_no_limit_of_the_network(tmp_path):
 
 def test_idle_workers_are_not_the_answer(tmp_path):
     """If workers wait, something else is too slow, and the plan raises an error."""
-    with pytest.raises(JobConfigError, match="busy only 50% of the time, so more workers would not help"):
+    with pytest.raises(JobConfigError, match=r"more workers would not help\. Training waits 58% .* not always busy"):
         plan(of(input_bound(tmp_path, busy=0.5)), Prices())
+
+
+def test_transforms_that_keep_up_are_not_said_to_be_too_slow(tmp_path):
+    """If removing the whole wait would save less than 2% of the job, no change is worthwhile."""
+    planned = plan(local(tmp_path, waiting=0.06, workers=0, start_s=50.0), Prices())
+    assert "transforms" not in sentence(planned, Prices())
+    assert "No other number of workers or hosts would save at least 2%" in sentence(planned, Prices())
+
+
+def test_hosts_without_a_price_are_named(tmp_path):
+    """If only some prices are given, the plan names the missing ones, and assumes equal prices."""
+    prices = Prices({"ml.c5.4xlarge": 0.8}, source="--price")
+    said = as_text(plan(of(input_bound(tmp_path)), prices, "ml.c5.4xlarge"), prices)
+    assert "equal prices for all hosts. No price for ml.g5.xlarge; known (--price): ml.c5.4xlarge." in said
 
 
 def test_a_run_that_does_not_wait_needs_no_plan(tmp_path):
