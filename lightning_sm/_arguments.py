@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -64,21 +63,6 @@ def did_you_mean(word: str, names: Sequence[str]) -> str:
     """Return a sentence, with a leading space, that suggests a similar name; empty if no name is similar."""
     close = closest(word, names)
     return f" Did you mean {close}?" if close else ""
-
-
-def positive_number(text: str) -> float:
-    """Parse a number above zero, as a ``type`` for ``argparse``.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is not a positive number.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return value
 
 
 def positive_whole_number(text: str) -> int:

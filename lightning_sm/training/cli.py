@@ -264,7 +264,8 @@ def _is_data_service(action: Action) -> bool:
 @contextmanager
 def _links_postponed(parsers: Sequence[LightningArgumentParser]) -> Iterator[None]:
     """Disable links between arguments while parsing, because channels may set the links' sources later."""
-    links = [_links_of(parser) for parser in parsers]
+    # The parsers' internal lists of links, not copies.
+    links = [parser._links_group._group_actions for parser in parsers if hasattr(parser, "_links_group")]
     kept = [list(actions) for actions in links]
     try:
         for actions in links:
@@ -273,12 +274,6 @@ def _links_postponed(parsers: Sequence[LightningArgumentParser]) -> Iterator[Non
     finally:
         for actions, all_actions in zip(links, kept, strict=True):
             actions[:] = all_actions
-
-
-def _links_of(parser: LightningArgumentParser) -> list[Any]:
-    """Return the parser's internal list of links between arguments, not a copy."""
-    actions: list[Any] = parser._links_group._group_actions if hasattr(parser, "_links_group") else []
-    return actions
 
 
 def _parse(
@@ -297,20 +292,16 @@ def _classes_only(value: Any) -> Any:
         return items if items and None not in items else None
     if not isinstance(value, Namespace):
         return None
-    classes = Namespace()  # type: ignore[no-untyped-call]
-    for name, child in vars(value).items():
-        kept = child if name == "class_path" else _classes_only(child)
-        if kept is not None:
-            classes[name] = kept
-    return classes if vars(classes) else None
+    parts = {name: part if name == "class_path" else _classes_only(part) for name, part in vars(value).items()}
+    kept = {name: part for name, part in parts.items() if part is not None}
+    return Namespace(**kept) if kept else None  # type: ignore[no-untyped-call]
 
 
 def _without_secrets(value: Any, name: str = "") -> Any:
     """Return a configuration, or the part with the key ``name``, with null in place of secrets."""
     if isinstance(value, Namespace):
-        safe = Namespace()  # type: ignore[no-untyped-call]
-        vars(safe).update({key: _without_secrets(item, f"{name}.{key}") for key, item in vars(value).items()})
-        return safe
+        safe = {key: _without_secrets(item, f"{name}.{key}") for key, item in vars(value).items()}
+        return Namespace(**safe)  # type: ignore[no-untyped-call]
     if isinstance(value, dict):
         return {key: _without_secrets(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list) and not all(isinstance(item, str) for item in value):

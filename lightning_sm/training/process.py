@@ -76,7 +76,9 @@ class PreparedProcess:
         self._after_run = ExitStack()
         self._undo = ExitStack()
         package = logging.getLogger("lightning_sm")
-        self._undo.callback(_restore_logger, package, package.level, package.propagate, list(package.handlers))
+        self._undo.callback(package.setLevel, package.level)
+        self._undo.callback(setattr, package, "propagate", package.propagate)
+        self._undo.callback(setattr, package, "handlers", list(package.handlers))
         show_log_lines()
         self._undo.callback(setattr, rank_zero_only, "rank", rank_zero_only.rank)  # type: ignore[attr-defined]
         self._report_failures()
@@ -212,12 +214,6 @@ def _assign_variable(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
-
-
-def _restore_logger(package: logging.Logger, level: int, propagate: bool, handlers: list[logging.Handler]) -> None:
-    package.setLevel(level)
-    package.propagate = propagate
-    package.handlers[:] = handlers
 
 
 def rank_of_several(environment: SageMakerEnvironment) -> int | None:

@@ -110,9 +110,8 @@ class TrainerSetup:
     def _folders(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``default_root_dir``, and the job's ``logger`` if the user has chosen none."""
         root = given.get("default_root_dir")
-        folders: dict[str, Any] = {}
-        if not is_fixed(root):
-            folders["default_root_dir"] = str(self._job.host_output_dir / (root or ""))
+        moved = {"default_root_dir": str(self._job.host_output_dir / (root or ""))}
+        folders: dict[str, Any] = {} if is_fixed(root) else moved
         chosen = default_logger(self._job, given.get("logger"), barebones=given.get("barebones"))
         if chosen is not None:
             folders["logger"] = chosen
@@ -145,9 +144,7 @@ def cluster_arguments(environment: SageMakerEnvironment, given: Mapping[str, Any
     Raises:
         TopologyError: The user set a value that contradicts the cluster.
     """
-    stated_nodes = given.get("num_nodes")
-    if stated_nodes == 1:
-        stated_nodes = None
+    stated_nodes = None if given.get("num_nodes") == 1 else given.get("num_nodes")
     stated_devices = _num_devices(given.get("devices"))
     environment.validate_settings(
         num_devices=stated_devices if stated_devices is not None else environment.devices or 1,

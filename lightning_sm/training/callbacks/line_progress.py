@@ -144,7 +144,10 @@ class LineProgress(UnlistedProgressBar):
         eta_s = self._eta_s(trainer)
         if eta_s is not None:
             rates["eta"] = clock_time(eta_s)
-        rates["memory_gb"] = f"{_memory_bytes(trainer.strategy.root_device) / 1e9:.3g}"
+        device = trainer.strategy.root_device
+        on_gpu = device.type == "cuda"
+        num_bytes = torch.cuda.max_memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
+        rates["memory_gb"] = f"{num_bytes / 1e9:.3g}"
         if new.step_s:
             rates["data_wait"] = f"{100 * new.waiting:.1f}%"
         return rates
@@ -161,12 +164,6 @@ class LineProgress(UnlistedProgressBar):
 
 def _num_done(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
 
 
 def own_progress(callbacks: Iterable[Callback]) -> list[Callback]:

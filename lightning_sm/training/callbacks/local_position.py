@@ -254,9 +254,8 @@ class LocalPosition(Callback):
         With that state, the script continues as it did after the earlier fit. ``predict`` needs the loaders' own
         samplers, because Lightning then rebuilds a loader from its parts.
         """
-        step_state = None
+        step_state = self._saved(trainer).get("step")
         if self._loaded is not None:
-            step_state = self._saved(trainer).get("step")
             self._restore_orders(trainer)
         for loader, order in self._loaders:
             if order is not None:
