@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import tarfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -69,12 +70,18 @@ class RunRecord:
         return " ".join([*flaws, *self._clocks_apart()])
 
     def _clocks_apart(self) -> Iterator[str]:
-        """Yield a sentence about each host whose lines begin long after the last line of the hosts before it."""
+        """Yield a sentence for each gap or overlap in time that the clocks of hosts and attempts cannot have."""
+        before = -math.inf
         for attempt, records in groupby(self.records, key=lambda record: record.attempt):
             times: dict[str, list[float]] = defaultdict(list)
             for record in records:
                 times[record.head.host] += [record.head.t, *(line.t for line in record.lines)]
             (first, own), *others = sorted(times.items(), key=lambda item: min(item[1]))
+            if before - min(own) > _DISORDER_S:
+                yield (
+                    f"Attempt {attempt} began {duration(before - min(own))} before the end of the previous one: their "
+                    "clocks differ, so durations and costs may be off by as much."
+                )
             ended = max(own), first
             for host, own in others:
                 apart_s = min(own) - ended[0]
@@ -84,6 +91,7 @@ class RunRecord:
                         "clocks differ, so durations and costs may be off by as much."
                     )
                 ended = max(ended, (max(own), host))
+            before = ended[0]
 
 
 def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord]:

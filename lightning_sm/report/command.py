@@ -135,6 +135,8 @@ def write_report(
         OutputDirectoryError: The page cannot be written.
     """
     named = {str(source): name for source, name in zip(sources, names, strict=False) if name}
+    if page == trace_file:
+        raise JobConfigError(f"--output and --trace are the same file: {page}.")
     if len(names) > len(sources):
         raise JobConfigError(f"--name is given {times(len(names))}, for only {count(len(sources), 'folder')}.")
     runs = [Figures(replace(run, name=named.get(run.source, run.name))) for run in read_runs(sources, job)]

@@ -351,7 +351,8 @@ class Figures:
             # The time from the training process's last line to the end of its launcher, which may wait for other hosts.
             launchers = [one for one in self._pace_launchers if one.attempt == record.attempt]
             ended = max(line.t for line in record.lines)
-            shares[SHUTDOWN] = max([0.0, *(end.t - ended for end in lines_of(launchers, End))])
+            if lines_of([record], End):  # otherwise, the process was killed, or its record is cut off
+                shares[SHUTDOWN] = max([0.0, *(end.t - ended for end in lines_of(launchers, End))])
         shares[WAITING] = self.pace.parts["data_wait"]
         shares[STEPS] = self.pace.wall_s - shares[WAITING]
         shares[OTHER] += max(0.0, self.seconds - math.fsum(shares.values()))
@@ -390,18 +391,27 @@ class Figures:
         The first figures of each process include the slow first batches, and are excluded if enough others follow.
         """
         ranks: dict[str, RankFigures] = {}
+        names: dict[str, str] = {}  # the newest name of each rank: a restart may move a rank to another host
         hosts: dict[str, HostFigures] = {}
         for record in self.main_records:
             lines = lines_of([record], DataService) or [_NO_DATA]
             first_ranks, first_hosts = _by_name(lines[0] if len(lines) >= _LEAST_LINES else _NO_DATA)
             last_ranks, last_hosts = _by_name(lines[-1])
             for name, rank in last_ranks.items():
-                ranks[name] = ranks.get(name, RankFigures()).plus(rank.since(first_ranks.get(name)))
+                number = name.split()[1]  # of names such as "rank 3 on algo-1"
+                ranks[number] = ranks.get(number, RankFigures()).plus(rank.since(first_ranks.get(name)))
+                names[number] = name
             # A host that existed only in an earlier attempt counts as having no workers.
             for name in {**hosts, **last_hosts} if last_hosts else ():
                 host = last_hosts.get(name, HostFigures(name)).since(first_hosts.get(name))
                 hosts[name] = hosts.get(name, HostFigures(name)).plus(host)
-        return {name: rank for name, rank in ranks.items() if rank.num_steps}, list(hosts.values())
+        return {names[number]: rank for number, rank in ranks.items() if rank.num_steps}, list(hosts.values())
+
+    @property
+    def data_hosts(self) -> list[HostFigures]:
+        """Figures of the last attempt's data hosts, in all attempts."""
+        names = {host.name for host in self.hosts if host.role == "data"}
+        return [host for host in self.data[1] if host.name in names]
 
     @cached_property
     def metrics(self) -> dict[str, list[tuple[int, float]]]:

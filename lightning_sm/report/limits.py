@@ -10,12 +10,14 @@ from statistics import fmean
 from lightning_sm._text import count, duration, percent, size, step_time, times
 from lightning_sm.data.trainer.waiting_reasons import paces, wait_cause
 from lightning_sm.record.thresholds import MIN_SECONDS, MIN_STEPS, NOT_INPUT_BOUND, WORTH_SHOWING, WaitCause, slow_rank
-from lightning_sm.report.figures import RESTARTS, Figures
+from lightning_sm.report.figures import RESTARTS, SHUTDOWN, Figures
 
 # A removable limit that takes at least this share of the job ranks above the training work itself.
 _REMOVABLE = 0.2
 # On a busy or small host, starting Python and importing torch takes up to this long for any script.
 _USUAL_START_S = 30.0
+# Launchers wait for each other, and the last results are written.
+_USUAL_END_S = 10.0
 # When memory is nearly full, Linux reclaims it and kills processes.
 _NEARLY_FULL = 0.95
 
@@ -160,6 +162,13 @@ def _of_spans(run: Figures) -> Iterator[Limit]:
         start_s - _USUAL_START_S,
         f"It took {duration(start_s)} until training began; up to {duration(_USUAL_START_S)} is usual.",
         "Use an image that has all requirements, and check prepare_data and setup.",
+    )
+    end_s = run.shares[SHUTDOWN]
+    yield Limit(
+        SHUTDOWN,
+        end_s - _USUAL_END_S,
+        f"The job ended {duration(end_s)} after training; up to {duration(_USUAL_END_S)} is usual.",
+        "Check what the script does after training.",
     )
 
 

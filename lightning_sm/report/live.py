@@ -185,7 +185,7 @@ def as_text(shown: LiveJob) -> str:
     lines = [
         f"job {shown.job}{attempt}, recorded for {duration(shown.seconds)} until {until}",
         *([f"{shown.ending} The values below are from just before the end."] if shown.ending else []),
-        "   ".join(facts) or "no training step yet",
+        "   ".join(facts) or "no training step so far",
         *(["   ".join(metrics)] if metrics else []),
         "",
         draw_table(map(_row, shown.hosts), [header for header, _, _ in _COLUMNS]),
@@ -201,7 +201,7 @@ def _host(run: Figures, host: HostSummary) -> LiveHost:
     last = [line.step for record in ranks.values() for line in lines_of([record], Steps)[-1:]]
     ends = lines_of([record for record in own if record.head.who == LAUNCHER], End)
     use = max(lines_of(own, HostUse), key=lambda line: line.t, default=None)
-    served = next((one for one in run.data[1] if host.role == "data" and one.name == host.name), None)
+    served = next((one for one in run.data_hosts if one.name == host.name), None)
     state = served.state if served else "training" if last else "starting" if own else "no record here"
     return LiveHost(
         host=host.name,

@@ -240,16 +240,17 @@ def _proposal(planned: Sizing, prices: Prices) -> str:
 def as_text(planned: Sizing, prices: Prices) -> str:
     """Return the plan as a sentence, a table, and its assumptions."""
     measured, run = planned.measured, planned.run
+    waits = run.pace.waiting >= NOT_INPUT_BOUND
+    without = f", or {step_time(measured.own_s)} without waiting" if waits else ""
     facts = [
         f"Measured in {run.run.name}: {step_time(run.pace.step_s)} a step, {percent(run.pace.waiting)} of it waiting "
-        f"for data, or {step_time(measured.own_s)} without waiting. A step needs {step_time(measured.cost_s)} of "
-        "work from all workers together.",
+        f"for data{without}. A step needs {step_time(measured.cost_s)} of work from all workers together.",
         *([run.run.flaws] if run.run.flaws else []),
     ]
     last = planned.lines[-1]
     if last.cost is None and last.num_hosts:
         gap = prices.gap(_hosts(run, last.kind, last.num_hosts)) or "Give prices with --price."
-        facts.append(f"This assumes equal prices for all hosts. {gap}")
+        facts.append(f"This assumes equal prices for all hosts, and a job that is much longer than its start. {gap}")
     if last.kind is not None:
         facts.append("Hosts of this kind were not measured: their vCPUs are assumed to be as fast as measured ones.")
     if not measured.num_hosts:

@@ -140,6 +140,13 @@ def test_clocks_that_differ_are_said(tmp_path):
     assert said.startswith("In attempt 1, algo-2 began 24 h after the end of algo-1: their clocks differ, so")
 
 
+def test_attempts_that_overlap_are_said(tmp_path):
+    """An attempt begins after the end of the previous one, so if it seems to begin before, its hosts' clocks differ."""
+    input_bound(tmp_path)
+    input_bound(tmp_path, attempt=2, begin=-7200.0)
+    assert read_run(tmp_path).flaws.startswith("Attempt 2 began 2 h 1 min before the end of the previous one:")
+
+
 @pytest.mark.parametrize(("t", "jump"), [(-7200, "2 h"), (7200, "2 h")])
 def test_a_jump_of_the_clock_is_said(tmp_path, t, jump):
     """A clock that goes back, or ahead by more than any recorded duration, is reported."""

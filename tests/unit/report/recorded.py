@@ -134,6 +134,7 @@ def input_bound(
             rank.append(Metrics(BEGIN + begin + 10 + second, 20 * second, 0, {"train_loss": 2.0 / second}))
     rank.append(Metrics(BEGIN + begin + 10 + seconds, 20 * seconds, 0, {"val_acc": 0.9}))
     rank.append(Span(BEGIN + end - 1, "validation", BEGIN + end - 2, 1.0))
+    rank.append(End(BEGIN + end - 1, outcome))
     write(folder, *rank, attempt=attempt)
     reason = "" if outcome == "succeeded" else "ValueError: <b>$x$</b> & so on"
     code = {"succeeded": 0, "interrupted": 143}.get(outcome, 1)

@@ -69,6 +69,12 @@ def test_a_timeline_is_written_beside_the_page(run, tmp_path, caplog):
     assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
 
 
+def test_one_file_cannot_be_page_and_timeline(run, tmp_path, caplog):
+    """The page would replace the timeline."""
+    assert main(["report", run, "-o", str(tmp_path / "both"), "--trace", str(tmp_path / "both")]) == 2
+    assert "--output and --trace are the same file" in caplog.text
+
+
 def test_a_page_that_cannot_be_written_is_an_error_in_one_line(run, tmp_path, caplog):
     """A page that cannot be written causes an error in one line and leaves no partial file."""
     (tmp_path / "page.html").mkdir()

@@ -77,6 +77,14 @@ def test_an_interruption_reads_unlike_a_failure(tmp_path, outcome, ending):
     assert verdict.ending(of(input_bound(tmp_path, outcome=outcome))) == ending
 
 
+def test_a_record_that_is_cut_off_is_no_long_shutdown(tmp_path):
+    """The time after a training process's last line counts as shutdown only if the process has recorded its end."""
+    path = input_bound(tmp_path) / FOLDER / "1" / "algo-1-rank-0.jsonl"
+    assert of(tmp_path).shares["shutdown"] == pytest.approx(1.0)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert of(tmp_path).shares["shutdown"] == 0.0
+
+
 def test_a_stopped_run_names_its_last_checkpoint(tmp_path):
     """The checkpoint may even be of the last step, if it was saved just before the signal."""
     input_bound(tmp_path, outcome="stopped")

@@ -28,7 +28,7 @@ class Run:
     hosts: tuple[HostSummary, ...] = ()
     restarts: tuple[TrainingRestart, ...] = ()
     repeated_s: float = 0.0
-    shares: dict[str, float] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=lambda: {"shutdown": 1.0})
     fullest_memory: tuple[str, int, int] | None = None
 
 
@@ -77,7 +77,11 @@ def test_a_healthy_training_is_limited_by_its_own_work():
         (spending(20.0, model_export=8.0), "model export"),
         (spending(20.0, between_epochs=8.0), "between epochs"),
         (replace(spending(50.0), spans={"start-up": [1.0, 38.0]}), "start-up"),
-        (replace(spending(20.0), restarts=(TrainingRestart(0, 8, 8, 0),), shares={"restarts": 8.0}), "restarts"),
+        (
+            replace(spending(20.0), restarts=(TrainingRestart(0, 8, 8, 0),), shares={"restarts": 8.0, "shutdown": 1.0}),
+            "restarts",
+        ),
+        (replace(spending(60.0), shares={"shutdown": 45.0}), "shutdown"),
         (replace(spending(20.0), rank_paces=paces(0.01, 0.08)), "a slow rank"),
     ],
 )

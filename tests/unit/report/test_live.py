@@ -64,7 +64,7 @@ def test_a_job_that_has_just_started(tmp_path):
     found = shown(tmp_path)
     assert [host.state for host in found.hosts] == ["starting", "no record here"]
     assert (found.step, found.steps_per_s, found.samples_per_s, found.waiting) == (None, None, None, None)
-    assert "\nno training step yet\n" in as_text(found)
+    assert "\nno training step so far\n" in as_text(found)
 
 
 def test_only_the_newest_life_of_a_process_counts(job):

@@ -53,6 +53,16 @@ def test_ranks_whose_figures_did_not_arrive_are_like_the_others(tmp_path):
     assert measure(of(tmp_path)).cost_s == pytest.approx(2 * 0.096)
 
 
+def test_a_restart_that_moves_a_rank_to_another_host_doubles_no_work(tmp_path):
+    """The figures of a rank are summed over its processes, whichever host each of them ran on."""
+    input_bound(tmp_path)
+    for path in input_bound(tmp_path, attempt=2, begin=100.0).rglob("2/*-rank-0.jsonl"):
+        path.write_text(path.read_text().replace('"rank 0"', '"rank 0 on algo-3"'))
+    run = of(tmp_path)
+    assert list(run.data[0]) == ["rank 0 on algo-3"]
+    assert measure(run).cost_s == pytest.approx(0.096)
+
+
 def test_the_whole_job_has_more_than_steps(tmp_path):
     """Start-up is constant, validations grow with the steps, and hosts are priced by the hour."""
     planned = plan(of(input_bound(tmp_path)), PRICES, steps=12_000)
@@ -96,7 +106,7 @@ def test_hosts_without_a_price_are_named(tmp_path):
     """If only some prices are given, the plan names the missing ones, and assumes equal prices."""
     prices = Prices({"ml.c5.4xlarge": 0.8}, source="--price")
     said = as_text(plan(of(input_bound(tmp_path)), prices, "ml.c5.4xlarge"), prices)
-    assert "equal prices for all hosts. No price for ml.g5.xlarge; known (--price): ml.c5.4xlarge." in said
+    assert "longer than its start. No price for ml.g5.xlarge; known (--price): ml.c5.4xlarge." in said
 
 
 def test_a_run_that_does_not_wait_needs_no_plan(tmp_path):
@@ -170,7 +180,7 @@ def test_without_prices_all_hosts_count_as_equally_expensive(tmp_path):
     """Without prices, the text states the assumption that all hosts cost the same."""
     planned = plan(of(input_bound(tmp_path)), Prices())
     assert planned.best.num_hosts == 2
-    assert as_text(planned, Prices()).endswith("This assumes equal prices for all hosts. Give prices with --price.")
+    assert as_text(planned, Prices()).endswith(" longer than its start. Give prices with --price.")
 
 
 @pytest.mark.parametrize("missing", ["ml.g5.xlarge", "ml.c5.xlarge", "ml.c5.4xlarge"])
