@@ -46,7 +46,7 @@ def test_a_failing_report_is_a_line_in_the_log(job, report, caplog):
     report.mkdir()
     with caplog.at_level(logging.INFO):
         write_report(job, {}, 60.0)
-    assert "Limited by waiting for data (transforms), 48% of the time" in caplog.messages[0]
+    assert "Limited by waiting for data (transforms), 48% of the job" in caplog.messages[0]
     why = f"lightning-sm: error: {report} cannot be written"
     assert f"the report of the run was not written ({why}" in caplog.messages[-1]
 
