@@ -39,7 +39,7 @@ def test_slow_transforms_are_told_from_a_slow_network(pool, tmp_path, caplog):
     trainer = quiet_trainer(tmp_path, max_epochs=1)
     trainer.fit(Indices(), datamodule=RemoteDataModule(slow, [pool.hosts[0].address]))
     (line,) = [message for message in caplog.messages if message.startswith("Epoch ")]
-    wait, text = re.match(r"Epoch 1: Training waits (\d+)% of the job (.*)", line).groups()
+    wait, text = re.match(r"Epoch 1: Training waits (\d+)% of the time (.*)", line).groups()
     assert float(wait) > 50
     assert re.match(r"for the transforms: the only worker of the data hosts is busy ([89]\d|100)% of the time", text)
 

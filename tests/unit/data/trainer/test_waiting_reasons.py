@@ -75,7 +75,7 @@ def test_a_slow_network_is_named_with_its_rate():
     assert text.startswith(
         "Training waits 90% of the time for the network: of the 1.68 s from request to batch, 1.49 s"
     )
-    assert "(10 MB a batch, 10.1 MB/s)" in text
+    assert "(10 MB a batch, 10.1 MB/s on average)" in text
     assert "workers" not in text
 
 
