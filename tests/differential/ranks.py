@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -120,7 +121,8 @@ def main(descriptor: str, hosts: str, hooks: str, world_size: str) -> None:
     if world_size != "1":
         # The first fit would create the group: of a case's two runs, only the first would begin without one, and
         # samplers that are created before it would differ.
-        torch.distributed.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(world_size))
+        rank, timeout = int(os.environ["LOCAL_RANK"]), timedelta(seconds=RANKS_TIMEOUT_S)
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=int(world_size), timeout=timeout)
     connection: Connection[Any, Any] = Connection(int(descriptor))
     runner = Runner(json.loads(hosts), hooks)
     while True:
