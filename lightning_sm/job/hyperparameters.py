@@ -52,7 +52,8 @@ _MAX_VALUE_LENGTH = 2500
 _DROPPED_KEYS = re.compile(r"sagemaker_.*|_tuning_.*|default_user_module_name|mp_parameters", re.DOTALL)
 # Added by the service in tuning jobs only.
 _TUNING_OBJECTIVE = "_tuning_objective_metric"
-_SUBCOMMAND = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+# What a subcommand may look like.
+SUBCOMMAND = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 _YAML_SPELLING = {
     "None": "null",
@@ -88,7 +89,7 @@ def to_argv(hyperparameters: Mapping[str, str], *, config_files: Sequence[str] =
     kept, is_json = _of_script(hyperparameters)
     texts = {key: _as_yaml(value, is_json=is_json) for key, value in kept.items()}
     subcommand = texts.pop("subcommand", "null")
-    if subcommand != "null" and not _SUBCOMMAND.fullmatch(subcommand):
+    if subcommand != "null" and not SUBCOMMAND.fullmatch(subcommand):
         msg = f"Hyperparameter 'subcommand' is {subcommand!r}; expected a word such as 'fit' or 'validate'."
         raise HyperparameterError(msg)
     configs = [*config_files, *_paths(texts.pop("config", "null"))]

@@ -78,7 +78,7 @@ class Prices:
         missing = sorted({kind or group for group, kind in hosts if self.of(group, kind) is None})
         if not missing or not self:
             return ""
-        return f"No price for {listed(missing)}; known ({self.source}): {listed(sorted(self.per_hour))}."
+        return f"No price for {listed(missing)}. Known prices ({self.source}): {listed(sorted(self.per_hour))}."
 
     def amount(self, value: float) -> str:
         """Format an amount of money."""

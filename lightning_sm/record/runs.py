@@ -67,10 +67,13 @@ class RunRecord:
         present = {record.attempt for record in self.records}
         missing = [str(number) for number in range(1, max(present, default=0)) if number not in present]
         flaws += [f"No record of attempt {listed(missing)}."] if missing else []
-        return " ".join([*flaws, *self._clocks_apart()])
+        flaws += [
+            f"{what}: clocks differ, so durations and costs may be off by as much." for what in self._impossible()
+        ]
+        return " ".join(flaws)
 
-    def _clocks_apart(self) -> Iterator[str]:
-        """Yield a sentence for each gap or overlap in time that the clocks of hosts and attempts cannot have."""
+    def _impossible(self) -> Iterator[str]:
+        """Yield gaps between the hosts of an attempt, and overlaps of attempts, that cannot be if all clocks agree."""
         before = -math.inf
         for attempt, records in groupby(self.records, key=lambda record: record.attempt):
             times: dict[str, list[float]] = defaultdict(list)
@@ -78,18 +81,12 @@ class RunRecord:
                 times[record.head.host] += [record.head.t, *(line.t for line in record.lines)]
             (first, own), *others = sorted(times.items(), key=lambda item: min(item[1]))
             if before - min(own) > _DISORDER_S:
-                yield (
-                    f"Attempt {attempt} began {duration(before - min(own))} before the end of the previous one: their "
-                    "clocks differ, so durations and costs may be off by as much."
-                )
+                yield f"Attempt {attempt} began {duration(before - min(own))} before the end of the previous one"
             ended = max(own), first
             for host, own in others:
                 apart_s = min(own) - ended[0]
                 if apart_s > _DISORDER_S:
-                    yield (
-                        f"In attempt {attempt}, {host} began {duration(apart_s)} after the end of {ended[1]}: their "
-                        "clocks differ, so durations and costs may be off by as much."
-                    )
+                    yield f"In attempt {attempt}, {host} began {duration(apart_s)} after the end of {ended[1]}"
                 ended = max(ended, (max(own), host))
             before = ended[0]
 
@@ -169,7 +166,7 @@ def _records(source: Path) -> list[ProcessRecord]:
         raise JobConfigError(f"{source} cannot be read: {reason}. Expected a folder or a tar archive.") from error
     records = [record for path, content in files for record in _lives(path, content)]
     if not records:
-        found = f"{count(len(files), 'file')} without a complete line" if files else "no files"
+        found = "no lines after the header in the files" if files else "no files"
         raise JobConfigError(
             f"{source} has no record of a run: {found} {events.FOLDER}/ATTEMPT/HOST-*.jsonl. A job writes them "
             "to its checkpoint folder if it has one, else to its output data (output.tar.gz on SageMaker)."

@@ -31,14 +31,14 @@ class WaitCause:
         text: The cause in a sentence.
         change: What would help; empty if unknown.
         host: The data host that causes the wait; empty if no host does.
-        is_work: Whether the work of building batches is the cause, so that more workers may help.
+        is_building: Whether building the batches takes too long, so that more workers may help.
     """
 
     name: str
     text: str
     change: str = ""
     host: str = ""
-    is_work: bool = False
+    is_building: bool = False
 
 
 @dataclass(frozen=True)

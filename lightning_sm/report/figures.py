@@ -257,8 +257,7 @@ class Figures:
         """
         rank = self.pace_rank
         steps = Totals() if rank is None else self.ranks[rank]
-        # Keyed by rank number, which is parsed from names such as "rank 3 on algo-1".
-        shares = {int(name.split()[1]): figures.wait_fraction for name, figures in self.data[0].items()}
+        shares = {_rank_number(name): figures.wait_fraction for name, figures in self.data[0].items()}
         longer = max(shares.values(), default=0.0) - shares.get(-1 if rank is None else rank, steps.waiting)
         return replace(steps, parts=with_longest_wait(steps.parts, steps.waiting + longer))
 
@@ -390,15 +389,15 @@ class Figures:
 
         The first figures of each process include the slow first batches, and are excluded if enough others follow.
         """
-        ranks: dict[str, RankFigures] = {}
-        names: dict[str, str] = {}  # the newest name of each rank: a restart may move a rank to another host
+        ranks: dict[int, RankFigures] = {}
+        names: dict[int, str] = {}  # the newest name of each rank: a restart may move a rank to another host
         hosts: dict[str, HostFigures] = {}
         for record in self.main_records:
             lines = lines_of([record], DataService) or [_NO_DATA]
             first_ranks, first_hosts = _by_name(lines[0] if len(lines) >= _LEAST_LINES else _NO_DATA)
             last_ranks, last_hosts = _by_name(lines[-1])
             for name, rank in last_ranks.items():
-                number = name.split()[1]  # of names such as "rank 3 on algo-1"
+                number = _rank_number(name)
                 ranks[number] = ranks.get(number, RankFigures()).plus(rank.since(first_ranks.get(name)))
                 names[number] = name
             # A host that existed only in an earlier attempt counts as having no workers.
@@ -535,6 +534,11 @@ def _stopped_at(record: ProcessRecord) -> float:
             case Event(what="interruption"):
                 return line.t if saved_at is None else saved_at
     return max(line.t for line in record.lines)
+
+
+def _rank_number(name: str) -> int:
+    """Return the number in a name such as ``rank 3 on algo-1``."""
+    return int(name.split()[1])
 
 
 def _by_name(line: DataService) -> tuple[dict[str, RankFigures], dict[str, HostFigures]]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_sm.job.hyperparameters import SUBCOMMAND
 from lightning_sm.job.redaction import HIDDEN
 from lightning_sm.record.prices import Prices
 from lightning_sm.report.sizing import Sizing, sentence
@@ -36,7 +37,7 @@ def job_of_plan(planned: Sizing, prices: Prices) -> str:
     run = planned.run
     command = _with_joined_options(run.command)
     given: dict[str, Any] = {}
-    if command[1:] and not command[1].startswith("-"):
+    if command[1:] and SUBCOMMAND.fullmatch(command[1]):
         given["subcommand"] = command[1]
     configs = [word.partition("=")[2] for word in command if _option(word) == "config"]
     given |= {_option(word): word.partition("=")[2] for word in command if _option(word)}

@@ -112,10 +112,10 @@ def cause_of_wait(run: Figures) -> WaitCause | None:
     if workers == 0:
         text = f"{waits}: the training process builds its batches itself."
         name, change = "the training process builds its own batches", "Set the DataLoader's num_workers."
-        return WaitCause(name, text, change, is_work=True)
+        return WaitCause(name, text, change, is_building=True)
     text = f"{waits}: the workers of the loader ({workers} for each rank) are too slow."
     change = "Increase the DataLoader's num_workers if the host has idle CPUs."
-    return WaitCause("transforms", text, change, is_work=True)
+    return WaitCause("transforms", text, change, is_building=True)
 
 
 def _of_waiting(run: Figures, advice: str) -> Limit:

@@ -136,7 +136,7 @@ def measure(run: Figures) -> MeasuredRun:
         steps = count(run.pace.num_trained, "training step")
         raise JobConfigError(f"{run.run.source}: {steps} in the record; a plan needs at least {MIN_STEPS}.")
     cause = cause_of_wait(run)
-    if cause is not None and not cause.is_work:
+    if cause is not None and not cause.is_building:
         raise JobConfigError(f"{run.run.source}: more workers would not help. {cause.text} {cause.change}".rstrip())
     # A rank's backward pass includes waiting for the other ranks' data, even for ranks without a record. So take the
     # minimum over all ranks.
@@ -250,7 +250,7 @@ def as_text(planned: Sizing, prices: Prices) -> str:
     last = planned.lines[-1]
     if last.cost is None and last.num_hosts:
         gap = prices.gap(_hosts(run, last.kind, last.num_hosts)) or "Give prices with --price."
-        facts.append(f"This assumes equal prices for all hosts, and a job that is much longer than its start. {gap}")
+        facts.append(f"This assumes equal prices for all hosts, and a job that is much longer than its start-up. {gap}")
     if last.kind is not None:
         facts.append("Hosts of this kind were not measured: their vCPUs are assumed to be as fast as measured ones.")
     if not measured.num_hosts:

@@ -180,7 +180,7 @@ def _workers(who: str, rank: RankFigures, hosts: Sequence[HostFigures]) -> WaitC
         "Make the transforms cheaper, or use more workers (data_service.workers, more or larger data hosts); "
         "lightning-sm plan calculates how many."
     )
-    return WaitCause("transforms", text, change, is_work=True)
+    return WaitCause("transforms", text, change, is_building=True)
 
 
 def _outlier(means: Mapping[str, float]) -> tuple[str, float, float] | None:

@@ -92,7 +92,7 @@ def newest_checkpoint(
     while best is not None and (damage := next(filter(None, gather(_damage(best.path))), None)) is not None:
         readings = [replace(item, fault=damage) if item is best else item for item in readings]
         best = _best(readings, job)
-    for reading in (reading for reading in readings if reading.fault is not None):
+    for reading in [item for item in readings if item.fault is not None]:
         if best is None:
             logger.warning("%s %s.", reading.path, reading.fault)
         elif not reading.progress or reading.progress > best.progress:

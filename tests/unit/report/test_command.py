@@ -42,7 +42,7 @@ def test_hosts_without_a_price_are_named(run, tmp_path, caplog):
     """If a price is missing, the page and the log name the host's type instead of a cost."""
     file = tmp_path / "page.html"
     assert main(["report", run, "-o", str(file), "--price", "ml.g5.xlarge=1.41", "--price", "ml.c5.xlrge=0.2"]) == 0
-    said = "No price for ml.c5.xlarge; known (--price): ml.c5.xlrge, ml.g5.xlarge."
+    said = "No price for ml.c5.xlarge. Known prices (--price): ml.c5.xlrge, ml.g5.xlarge."
     assert f"job: {said}" in caplog.text
     assert said in file.read_text()
     assert "Cost: " not in file.read_text()

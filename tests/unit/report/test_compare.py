@@ -191,7 +191,7 @@ def test_without_prices_times_are_compared():
 def test_a_missing_price_is_named():
     """A missing price raises an error, because the cost of only some hosts would mislead."""
     with pytest.raises(
-        JobConfigError, match=r"^both: No price for ml\.c5\.9xlarge; known \(--price\): ml\.p3\.2xlarge\.$"
+        JobConfigError, match=r"^both: No price for ml\.c5\.9xlarge\. Known prices \(--price\): ml\.p3\.2xlarge\.$"
     ):
         compare(
             measured("alone", {"ml.p3.2xlarge": 1}, 1.0),

@@ -84,6 +84,15 @@ def test_arguments_may_be_two_words(remote, tmp_path):
     assert "# Arguments that cannot be hyperparameters: --fast -v. Set them in the script." in saved.read_text()
 
 
+def test_a_first_argument_that_is_no_word_is_no_subcommand(remote, tmp_path):
+    """A job would refuse such a subcommand."""
+    saved = tmp_path / "planned.yaml"
+    _launched(tmp_path / "run", "train.py", "data/images", "--lr=1")
+    assert main(["plan", str(remote), *_PRICES, "--save", str(saved)]) == 0
+    assert yaml.safe_load(saved.read_text())["hyperparameters"] == {"lr": "1"}
+    assert "# Arguments that cannot be hyperparameters: data/images. Set" in saved.read_text()
+
+
 def test_arguments_are_part_of_the_job(remote, tmp_path):
     """Hyperparameters override their copies on the command line, and hidden values are dropped."""
     saved = tmp_path / "planned.yaml"

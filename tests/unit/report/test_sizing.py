@@ -106,7 +106,7 @@ def test_hosts_without_a_price_are_named(tmp_path):
     """If only some prices are given, the plan names the missing ones, and assumes equal prices."""
     prices = Prices({"ml.c5.4xlarge": 0.8}, source="--price")
     said = as_text(plan(of(input_bound(tmp_path)), prices, "ml.c5.4xlarge"), prices)
-    assert "longer than its start. No price for ml.g5.xlarge; known (--price): ml.c5.4xlarge." in said
+    assert "longer than its start-up. No price for ml.g5.xlarge. Known prices (--price): ml.c5.4xlarge." in said
 
 
 def test_a_run_that_does_not_wait_needs_no_plan(tmp_path):
@@ -180,7 +180,7 @@ def test_without_prices_all_hosts_count_as_equally_expensive(tmp_path):
     """Without prices, the text states the assumption that all hosts cost the same."""
     planned = plan(of(input_bound(tmp_path)), Prices())
     assert planned.best.num_hosts == 2
-    assert as_text(planned, Prices()).endswith(" longer than its start. Give prices with --price.")
+    assert as_text(planned, Prices()).endswith(" longer than its start-up. Give prices with --price.")
 
 
 @pytest.mark.parametrize("missing", ["ml.g5.xlarge", "ml.c5.xlarge", "ml.c5.4xlarge"])
