@@ -28,7 +28,7 @@ class Data(LightningDataModule):
     """A data module with the filled vectors, in order."""
 
     def train_dataloader(self):
-        return DataLoader(Filled(), batch_size=BATCH_SIZE)
+        return DataLoader(Filled(), batch_size=BATCH_SIZE, pin_memory=True)
 
 
 EXPECTED = torch.arange(NUM_BATCHES * BATCH_SIZE, dtype=torch.float32).reshape(NUM_BATCHES, BATCH_SIZE)
@@ -46,23 +46,43 @@ def extremes(batch):
     return torch.stack([batch.amin(1), batch.amax(1)], dim=-1)
 
 
-@pytest.fixture
-def module():
-    """Provide a RemoteDataModule with the smallest possible window, so that slots are reused at once."""
+def gpu_trainer(tmp_path):
+    """Return a Trainer for one GPU that writes nothing."""
+    return Trainer(
+        accelerator="gpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+
+
+def remote(address, tmp_path):
+    """Return a RemoteDataModule with the smallest possible window, so that slots are reused at once."""
     settings = DataServiceSettings(batch_timeout_s=30.0, window_batches=2)
+    module = RemoteDataModule(Data(), [address], settings=settings)
+    module.trainer = gpu_trainer(tmp_path)  # without a Trainer, batches are not page-locked
+    module.setup("fit")
+    return module
+
+
+@pytest.fixture
+def module(tmp_path):
+    """Provide a RemoteDataModule with page-locked batches."""
     with DataHost(workers=4) as host:
-        module = RemoteDataModule(Data(), [host.address], settings=settings)
-        module.setup("fit")
+        module = remote(host.address, tmp_path)
         yield module
         module.teardown("fit")
 
 
-def test_batches_are_page_locked_until_the_end_of_the_fit():
+def test_batches_are_page_locked_until_the_end_of_the_fit(tmp_path):
     """CUDA reports a batch as pinned during the fit; afterwards it is unpinned, but still valid."""
     with DataHost(workers=2) as host:
         for _ in range(2):  # also test a second fit in the same process
-            module = RemoteDataModule(Data(), [host.address], settings=DataServiceSettings(window_batches=2))
-            module.setup("fit")
+            module = remote(host.address, tmp_path)
             batch = next(iter(module.train_dataloader()))
             assert batch.is_pinned()
             module.teardown("fit")
@@ -137,16 +157,7 @@ def test_a_trainer_gets_whole_batches_in_two_fits(model, tmp_path):
     with DataHost(workers=4) as host:
         for _ in range(2):
             fitted = model()
-            trainer = Trainer(
-                accelerator="gpu",
-                devices=1,
-                max_epochs=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                default_root_dir=tmp_path,
-            )
             settings = DataServiceSettings(batch_timeout_s=30.0, window_batches=2)
-            trainer.fit(fitted, datamodule=RemoteDataModule(Data(), [host.address], settings=settings))
+            module = RemoteDataModule(Data(), [host.address], settings=settings)
+            gpu_trainer(tmp_path).fit(fitted, datamodule=module)
             assert_whole(fitted.seen)

@@ -1,4 +1,4 @@
-"""A folder for ``PYTHONPATH`` with which processes take two thirds of the time; see ``sitecustomize``."""
+"""A folder for ``PYTHONPATH`` with which processes take a third of the time; see ``sitecustomize``."""
 
 from __future__ import annotations
 
