@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,9 @@ from lightning_sm.emulator.processes import processes_below, signal_process
 
 # Interval in seconds between checks for processes that are still alive after SIGKILL.
 _POLL_S = 1.0
+# While a process executes a program, it has no environment for a moment, so stop only after this many checks, this many
+# seconds apart, have found no process.
+_NUM_CHECKS, _PAUSE_S = 5, 0.05
 
 
 @contextmanager
@@ -43,10 +47,14 @@ def main() -> None:
     # The emulator holds the other end of this pipe, and so does each forked host until it executes its program. At
     # end of file, every host therefore has the environment variable that identifies it.
     sys.stdin.buffer.read()
-    while left := processes_below(Path(sys.argv[1])):
+    num_empty = 0
+    while num_empty < _NUM_CHECKS:
+        left = processes_below(Path(sys.argv[1]))
         for process in left:
             signal_process(process, psutil.Process.kill)
         psutil.wait_procs(left, timeout=_POLL_S)
+        num_empty = 0 if left else num_empty + 1
+        time.sleep(_PAUSE_S)
     # Kill Docker's clients first, since they could still create a container.
     for job in sys.argv[2:]:
         remove_job(job)
