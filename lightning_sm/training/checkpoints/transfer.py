@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_sm.job.uploads import IGNORED, files_of
 from lightning_sm.training.all_ranks import of_all_ranks
@@ -241,6 +240,8 @@ def _fetched_shards(transfer: _Transfer) -> Iterator[None]:
 
     All ranks read the same number of times, because loading such a checkpoint is a collective call.
     """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - few checkpoints are sharded
+
     read = FileSystemReader.read_data
 
     def fetch_and_read(reader: Any, plan: Any, planner: Any) -> Any:
