@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_sm._lightning import ModelCheckpoint
 from lightning_sm.training.callbacks.outputs import JobOutputs
+from lightning_sm.training.group_exit import leave_at_exit
 
 RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 
@@ -71,6 +72,7 @@ def export(model_dir, best):
 here = FOLDER / str(RANK)
 here.mkdir()
 os.chdir(here)
+leave_at_exit()  # like SageMakerTrainer: FSDP2 keeps its groups
 distributed.init_process_group("gloo", init_method=f"file://{FOLDER}/meeting", rank=RANK, world_size=2)
 torch.manual_seed(0)
 # With 5 rows, the shards differ in size. The norm gets random weights, so that they differ from its defaults.
@@ -85,4 +87,3 @@ with torch.no_grad():
         parameter.add_(1)
 export("model-best", "best.ckpt")
 export("model-current", "")
-distributed.destroy_process_group()

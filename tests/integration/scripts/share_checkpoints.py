@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 from lightning_sm.training.checkpoints import transfer
+from lightning_sm.training.group_exit import leave_at_exit
 
 # Small enough to split the files into several pieces.
 transfer._PIECE_BYTES = 1000
@@ -58,6 +59,7 @@ def share(name, holder=0):
 
 def main():
     """Write ``seen-<rank>.json``."""
+    leave_at_exit()  # like SageMakerTrainer: ``transfer`` keeps a group
     distributed.init_process_group("gloo", init_method=sys.argv[2], rank=RANK, world_size=2)
     big = torch.arange(5000)
     write("same/last.ckpt", {"of": "both", "x": big})
@@ -81,7 +83,6 @@ def main():
         "address": share("s3://bucket/a.ckpt"),
     }
     (BASE / "output" / f"seen-{RANK}.json").write_text(json.dumps(seen))
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
