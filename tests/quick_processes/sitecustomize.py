@@ -32,7 +32,11 @@ _COMPILER = "torch._dynamo"
 
 
 class _UnusedCompiler(ModuleType):
-    """A stand-in for ``torch._dynamo`` with what programs use that compile nothing; the rest imports the real one."""
+    """A stand-in for ``torch._dynamo`` with what programs use that compile nothing; the rest imports the real one.
+
+    Lightning keeps the stand-in's ``OptimizedModule``, so a test that gives Lightning a compiled model must start its
+    processes without this folder.
+    """
 
     OptimizedModule = type("OptimizedModule", (), {})
     utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
