@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm.errors import TopologyError
 from lightning_sm.job.variables import SEPARATE_HOSTS
+from lightning_sm.training import group_exit
 from lightning_sm.training.callbacks.every_host import EveryHost
 from lightning_sm.training.callbacks_factory import callbacks
 
@@ -91,6 +92,21 @@ def test_hosts_may_train_apart_on_purpose(two_hosts, monkeypatch):
     monkeypatch.delenv("SM_HOSTS")
     monkeypatch.delenv("SM_CURRENT_HOST")
     assert callbacks() == []
+
+
+@pytest.mark.parametrize("hosts", [["algo-1"], ["algo-1", "algo-2"]])
+def test_trainers_of_a_job_leave_their_process_groups_at_exit(two_hosts, monkeypatch, hosts):
+    """Otherwise, a Gloo thread may abort a finished training; scripts outside a job stay as they are."""
+    left = []
+    monkeypatch.setattr(group_exit, "leave_at_exit", lambda: left.append(True))
+    monkeypatch.setenv("SM_HOSTS", json.dumps(hosts))
+    Trainer(**_QUIET)
+    Fabric(accelerator="cpu")
+    assert left == [True, True]
+    monkeypatch.delenv("SM_HOSTS")
+    monkeypatch.delenv("SM_CURRENT_HOST")
+    Trainer(**_QUIET)
+    assert left == [True, True]
 
 
 @pytest.mark.parametrize("name", ["pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric"])
