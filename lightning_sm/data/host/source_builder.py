@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import struct
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -34,6 +35,10 @@ from lightning_sm.data.protocol.spec import StreamEnd
 _MAX_SHOWN = 2
 
 _BATCH_KEY = struct.Struct("<qqq")
+
+# The position of a stream whose code has raised. The stream has lost samples, or looks exhausted, as a generator does,
+# so every further request, for whatever batch, must be for an earlier position, and start over.
+_UNUSABLE = sys.maxsize
 
 Builder: TypeAlias = "IndexedBuilder | StreamBuilder"
 
@@ -203,8 +208,8 @@ class StreamBuilder:
         # A persistent worker starts a new pass here. A process that replaces another does not know how much of earlier
         # passes was read, so it reads none of them, and its random numbers differ.
         while self._pass < spec.seed:
-            self._pass += 1
             self._open(notes)
+            self._pass += 1
         while self._num_built < spec.first:
             if isinstance(self._next(notes), StreamEnd):
                 return StreamEnd(self._num_built)
@@ -213,12 +218,13 @@ class StreamBuilder:
     def _next(self, notes: WorkerNotes) -> Any:
         notes.set_text(f"batch {self._num_built} of worker {self._stream.number} of {self._stream.num_workers}")
         if not self._has_ended:
+            number, self._num_built = self._num_built, _UNUSABLE
             try:
                 batch = self._fetcher.fetch([None] * (self._source.batch_size or 0))
             except StopIteration:
-                self._has_ended = True
+                self._has_ended, self._num_built = True, number
             else:
-                self._num_built += 1
+                self._num_built = number + 1
                 return batch
         return StreamEnd(self._num_built)
 

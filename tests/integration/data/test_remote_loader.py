@@ -218,6 +218,56 @@ def test_the_batch_before_a_bad_sample_arrives(pool, dataset, error, text):
             next(batches)
 
 
+class FailingStream(IterableDataset):
+    """Eight numbers, with an error at one of them: always, or only until a file exists."""
+
+    def __init__(self, at, mark=None):
+        self.at, self.mark = at, mark
+
+    def __iter__(self):
+        for number in range(8):
+            if number == self.at:
+                fail_once(self.mark, f"no {number}")
+            yield number
+
+
+def fail_once(mark, text):
+    """Raise an error, unless the file exists already; then create the file, if any."""
+    if mark is None or not mark.exists():
+        if mark is not None:
+            mark.touch()
+        raise ValueError(text)
+
+
+@pytest.mark.parametrize("at", [0, 3, 4])
+def test_an_error_of_a_stream_is_not_its_end(pool, at):
+    """A generator that has raised looks exhausted, but the error is raised after the batches before it."""
+    read_before = []
+    with (
+        remote(pool.serve(lambda: DataLoader(FailingStream(at), 2, num_workers=1))) as module,
+        pytest.raises(RemoteTransformError, match=f"ValueError: no {at}"),
+    ):
+        read_before.extend(batch.tolist() for batch in module.train_dataloader())
+    assert read_before == [[0, 1], [2, 3]][: at // 2]
+
+
+@pytest.mark.parametrize("where", ["the stream", "the collate function"])
+def test_a_stream_loses_nothing_to_an_error_that_does_not_recur(pool, tmp_path, where):
+    """The request is repeated by a worker that reads the stream from the start and skips what has arrived."""
+    mark = tmp_path / "failed"
+
+    def collate(samples):
+        if 4 in samples:
+            fail_once(mark, "no batch")
+        return torch.tensor(samples)
+
+    options = {"collate_fn": collate} if where == "the collate function" else {}
+    stream = FailingStream(None if options else 4, mark)
+    with remote(pool.serve(lambda: DataLoader(stream, 2, num_workers=1, **options))) as module:
+        assert [batch.tolist() for batch in module.train_dataloader()] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert mark.exists()
+
+
 class Broken(Sampler):
     """A sampler that raises an error after three indices."""
 
