@@ -78,11 +78,12 @@ class RemoteDataModule(UnlistedDataModule):
             self.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Disconnect from the data hosts, because Lightning does not call ``teardown`` after an exception."""
+        """Disconnect as in ``teardown``, which Lightning does not call after an exception."""
         try:
             super().on_exception(exception)
         finally:
-            self.close()
+            if self._connection.closes_on_teardown:
+                self.close()
 
     def close(self) -> None:
         """Disconnect from the data hosts."""

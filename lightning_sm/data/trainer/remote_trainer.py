@@ -40,8 +40,8 @@ class DataHostLoaders(UnlistedCallback):
         self.connection.reporter.end_epoch(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Disconnect from the data hosts, because Lightning does not call ``teardown`` after an exception."""
-        self.connection.close()
+        """Disconnect as in ``teardown``, which Lightning does not call after an exception."""
+        self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Disconnect from the data hosts, unless they belong to a job, whose script may run another Trainer."""

@@ -756,8 +756,11 @@ def train(job):
 
 
 def fail_to_train(job):
-    """Fail as a training does."""
-    job.connected().on_exception(ValueError("loss is nan"))
+    """Fail as a training does: the script may catch the exception and train again, until its process exits."""
+    module = job.connected()
+    module.on_exception(ValueError("loss is nan"))
+    assert module._connection.feeder.snapshot().hosts[0].state == "up"
+    module.close()
 
 
 def vanish(job):
