@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,6 +24,8 @@ from lightning_sm.timing.gpu_timer import GpuTimer
 # Minimum seconds between two ``Steps`` lines in the record, except at the end of an epoch or a fit.
 _STEPS_S = 1.0
 _MAX_REASON_CHARS = 500
+# This process's records, by file. All its Trainers continue the same one: another head would look like a restart.
+_RECORDS: dict[Path, events.Recorder] = {}
 
 
 class StepTimes(UnlistedCallback):
@@ -107,10 +110,12 @@ class StepTimes(UnlistedCallback):
         self._setup_at = time.time()
         if self._job is not None and self._record is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             who = f"rank-{trainer.global_rank}"
-            self._record = events.open_record(self._job, who)
-            rank, world_size = trainer.global_rank, trainer.world_size
-            self.write(events.head_of(self._job, who, rank=rank, world_size=world_size, cpus=usable_cpus()))
-            self._setup_at = psutil.Process().create_time()
+            record = events.open_record(self._job, who)
+            self._record = _RECORDS.setdefault(record.path, record)
+            if self._record is record:
+                rank, world_size = trainer.global_rank, trainer.world_size
+                self.write(events.head_of(self._job, who, rank=rank, world_size=world_size, cpus=usable_cpus()))
+                self._setup_at = psutil.Process().create_time()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""

@@ -13,6 +13,7 @@ from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
+from lightning_sm.job.variables import RECORD_DIR
 from lightning_sm.record import events
 from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import Figures
@@ -273,6 +274,16 @@ def test_the_steps_of_a_run_that_was_resumed(fit, job, tmp_path, steps):
     run = Figures(read_run(tmp_path))
     assert (len(run.attempts), run.num_steps, run.restarts[0].num_repeated) == (2, 12, 2)
     assert (run.pace.num_untimed, run.pace.num_trained) == (2, 14)
+
+
+def test_several_trainers_of_a_script_are_no_restarts(fit, job, tmp_path, monkeypatch):
+    """As in cross-validation, each Trainer begins at step 0, without repeating the steps of the one before."""
+    monkeypatch.setenv(RECORD_DIR.name, str(events.record_folder(job) / "1"))
+    for _ in range(3):
+        fit(Model(), fast(), job=job)
+    run = Figures(read_run(tmp_path))
+    assert (len(run.attempts), run.restarts) == (1, [])
+    assert (run.pace.num_untimed, run.pace.num_trained) == (3, 18)
 
 
 def test_loggers_get_the_parts_in_milliseconds(fit, tmp_path):
