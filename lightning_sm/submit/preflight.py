@@ -126,8 +126,8 @@ def _limits(job: Job) -> Iterator[JobProblem]:
     if len(job.name) > MAX_NAME_CHARS or not _NAME.fullmatch(job.name):
         yield JobProblem(
             "name",
-            f"name is {job.name!r}; expected letters, digits and, between them, hyphens: at most {MAX_NAME_CHARS} "
-            "characters (the time is appended).",
+            f"name is {job.name!r}; expected at most {MAX_NAME_CHARS} letters, digits and hyphens, with no hyphen at "
+            "either end (the time is appended).",
         )
     if job.spot is not None and job.spot.max_wait_s < job.max_run_s:
         yield JobProblem(

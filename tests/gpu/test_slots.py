@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from pytorch_lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm import DataHost, DataServiceSettings, RemoteDataModule
+from tests.integration.data.numbers import quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.processes]
 
@@ -47,24 +48,19 @@ def extremes(batch):
 
 
 def gpu_trainer(tmp_path):
-    """Return a Trainer for one GPU that writes nothing."""
-    return Trainer(
-        accelerator="gpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    """Return a Trainer for one GPU."""
+    return quiet_trainer(tmp_path, accelerator="gpu", devices=1, max_epochs=1)
 
 
-def remote(address, tmp_path):
+def remote(address):
     """Return a RemoteDataModule with the smallest possible window, so that slots are reused at once."""
     settings = DataServiceSettings(batch_timeout_s=30.0, window_batches=2)
-    module = RemoteDataModule(Data(), [address], settings=settings)
-    module.trainer = gpu_trainer(tmp_path)  # without a Trainer, batches are not page-locked
+    return RemoteDataModule(Data(), [address], settings=settings)
+
+
+def set_up(module, tmp_path):
+    """Set up a module as a Trainer does: without a Trainer, batches are not page-locked."""
+    module.trainer = gpu_trainer(tmp_path)
     module.setup("fit")
     return module
 
@@ -73,7 +69,7 @@ def remote(address, tmp_path):
 def module(tmp_path):
     """Provide a RemoteDataModule with page-locked batches."""
     with DataHost(workers=4) as host:
-        module = remote(host.address, tmp_path)
+        module = set_up(remote(host.address), tmp_path)
         yield module
         module.teardown("fit")
 
@@ -82,7 +78,7 @@ def test_batches_are_page_locked_until_the_end_of_the_fit(tmp_path):
     """CUDA reports a batch as pinned during the fit; afterwards it is unpinned, but still valid."""
     with DataHost(workers=2) as host:
         for _ in range(2):  # also test a second fit in the same process
-            module = remote(host.address, tmp_path)
+            module = set_up(remote(host.address), tmp_path)
             batch = next(iter(module.train_dataloader()))
             assert batch.is_pinned()
             module.teardown("fit")
@@ -157,7 +153,5 @@ def test_a_trainer_gets_whole_batches_in_two_fits(model, tmp_path):
     with DataHost(workers=4) as host:
         for _ in range(2):
             fitted = model()
-            settings = DataServiceSettings(batch_timeout_s=30.0, window_batches=2)
-            module = RemoteDataModule(Data(), [host.address], settings=settings)
-            gpu_trainer(tmp_path).fit(fitted, datamodule=module)
+            gpu_trainer(tmp_path).fit(fitted, datamodule=remote(host.address))
             assert_whole(fitted.seen)

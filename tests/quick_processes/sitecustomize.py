@@ -32,7 +32,9 @@ _COMPILER = "torch._dynamo"
 
 
 class _UnusedCompiler(ModuleType):
-    """A stand-in for ``torch._dynamo`` with what programs use that compile nothing; the rest imports the real one.
+    """A stand-in for ``torch._dynamo`` with the parts that programs need if they compile nothing.
+
+    Any other part imports the real module.
 
     Lightning keeps the stand-in's ``OptimizedModule``, so a test that gives Lightning a compiled model must start its
     processes without this folder.
@@ -59,7 +61,7 @@ class _UnusedCompiler(ModuleType):
 
 
 def _real_compiler() -> ModuleType:
-    """Replace the stand-in by the real module."""
+    """Import the real module in place of the stand-in, unless that has been done."""
     if isinstance(sys.modules[_COMPILER], _UnusedCompiler):
         sys.meta_path.remove(_COMPILER_FINDER)
         del sys.modules[_COMPILER], sys.modules["torch"]._dynamo  # type: ignore[attr-defined]
@@ -67,7 +69,7 @@ def _real_compiler() -> ModuleType:
 
 
 class _CompilerFinder(MetaPathFinder, Loader):
-    """A finder of the stand-in, until something imports a submodule that the stand-in lacks."""
+    """Finds the stand-in, until something needs the real module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

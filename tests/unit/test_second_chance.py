@@ -31,7 +31,7 @@ def _run(folder, number_once, others=""):
     groups += "    for item in items:\n        item.add_marker(pytest.mark.xdist_group('file/name.py'))\n"
     (folder / "conftest.py").write_text(groups)
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    only_xdist = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}  # others take seconds
+    only_xdist = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}  # other plugins take seconds
     return subprocess.run(
         [sys.executable, "-m", "tests.second_chance", "-n", "1", "--rootdir", folder, folder],
         cwd=REPOSITORY,

@@ -36,8 +36,8 @@ _MAX_SHOWN = 2
 
 _BATCH_KEY = struct.Struct("<qqq")
 
-# The position of a stream whose code has raised. The stream has lost samples, or looks exhausted, as a generator does,
-# so every further request, for whatever batch, must be for an earlier position, and start over.
+# The position of a stream after its code has raised: later than any batch, so every further request starts the stream
+# over. Its iterator may have lost samples, and a generator that has raised looks exhausted.
 _UNUSABLE = sys.maxsize
 
 Builder: TypeAlias = "IndexedBuilder | StreamBuilder"
@@ -202,7 +202,8 @@ class StreamBuilder:
         """Build the batches of a request, after skipping any earlier batches that this process has not built."""
         spec = FetchSpec.decode(encoded_spec)
         if (spec.seed, spec.first) < (self._pass, self._num_built):
-            # A batch was lost in transit, and a stream cannot go back. Exit: a new process starts over and skips ahead.
+            # A batch was lost in transit, or user code has raised, and a stream cannot go back. Exit: a new process
+            # starts over and skips ahead.
             notes.set_text(f"the rewind of a stream to its batch {spec.first}")
             os._exit(0)
         # A persistent worker starts a new pass here. A process that replaces another does not know how much of earlier

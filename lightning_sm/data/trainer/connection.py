@@ -245,6 +245,11 @@ class ServiceConnection:
         """Register a pool whose memory is unlocked when the connection closes."""
         self._pools.add(pool)
 
+    def end_run(self) -> None:
+        """Disconnect at the end of a Trainer's run, however it ends, unless the data hosts belong to a job."""
+        if self.closes_on_teardown:
+            self.close()
+
     def close(self) -> None:
         """Disconnect this rank and stop its feeder process."""
         for pool in self._pools:

@@ -74,16 +74,14 @@ class RemoteDataModule(UnlistedDataModule):
     def teardown(self, stage: str) -> None:
         """Run the user's ``teardown``, and disconnect from the data hosts unless they belong to a job."""
         super().teardown(stage)
-        if self._connection.closes_on_teardown:
-            self.close()
+        self._connection.end_run()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Disconnect as in ``teardown``, which Lightning does not call after an exception."""
+        """End the run, because Lightning does not call ``teardown`` after an exception."""
         try:
             super().on_exception(exception)
         finally:
-            if self._connection.closes_on_teardown:
-                self.close()
+            self._connection.end_run()
 
     def close(self) -> None:
         """Disconnect from the data hosts."""

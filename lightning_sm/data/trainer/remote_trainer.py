@@ -40,13 +40,12 @@ class DataHostLoaders(UnlistedCallback):
         self.connection.reporter.end_epoch(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Disconnect as in ``teardown``, which Lightning does not call after an exception."""
-        self.teardown(trainer, pl_module, "")
+        """End the run, because Lightning does not call ``teardown`` after an exception."""
+        self.connection.end_run()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Disconnect from the data hosts, unless they belong to a job, whose script may run another Trainer."""
-        if self.connection.closes_on_teardown:
-            self.connection.close()
+        self.connection.end_run()
 
 
 class _ProcessLoader:

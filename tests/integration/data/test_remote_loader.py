@@ -251,6 +251,28 @@ def test_an_error_of_a_stream_is_not_its_end(pool, at):
     assert read_before == [[0, 1], [2, 3]][: at // 2]
 
 
+class FailingLater(IterableDataset):
+    """A stream without samples that cannot be opened a second time."""
+
+    def __init__(self):
+        self.times = 0
+
+    def __iter__(self):
+        self.times += 1
+        if self.times > 1:
+            raise ValueError("no second time")
+        return iter(())
+
+
+def test_a_stream_that_cannot_be_opened_again_is_an_error(pool):
+    """The retry opens the stream, too, and does not take the previous pass for this one."""
+    with remote(pool.serve(lambda: DataLoader(FailingLater(), 2, num_workers=1, persistent_workers=True))) as module:
+        loader = module.train_dataloader()
+        assert list(loader) == []
+        with pytest.raises(RemoteTransformError, match="ValueError: no second time"):
+            list(loader)
+
+
 @pytest.mark.parametrize("where", ["the stream", "the collate function"])
 def test_a_stream_loses_nothing_to_an_error_that_does_not_recur(pool, tmp_path, where):
     """The request is repeated by a worker that reads the stream from the start and skips what has arrived."""

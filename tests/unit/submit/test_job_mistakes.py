@@ -235,7 +235,12 @@ MISTAKES = [
     ),
     ("arn:aws:iam::111122223333:role/", "", 2, ["role is 'training'; expected an ARN"]),
     ("role: arn:aws:iam::111122223333:role/training\n", "", None, ["job.yaml: role is missing"]),
-    ("name: digits", "name: my_digits", 3, ["name is 'my_digits'; expected letters, digits and, between them"]),
+    (
+        "name: digits",
+        "name: my_digits",
+        3,
+        ["name is 'my_digits'; expected at most", "letters, digits and hyphens, with no hyphen at either end"],
+    ),
     ("name: digits", "source_dir: .", 3, ["source_dir is set, but script is missing", "as in script: train.py"]),
     ("name: digits", "source_dir: src\nscript: a.py", 3, ["src', which is not a directory"]),
     (
