@@ -26,7 +26,7 @@ def script_arguments(batch_size):
     """Arguments of app/train_text.py: a small model, and plain SGD, with which results differ only by rounding."""
     return [
         *("fit", "--config", str(REPOSITORY / "app/configs/transformer.yaml")),
-        *("--trainer.max_epochs=1", "--trainer.limit_train_batches=200", "--trainer.limit_val_batches=2"),
+        *("--trainer.max_epochs=1", "--trainer.limit_train_batches=60", "--trainer.limit_val_batches=2"),
         *("--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_model_summary=false"),
         *("--data.context=32", f"--data.batch_size={batch_size}"),
         *(f"--model.{name}={value}" for name, value in SHAPE.items()),
