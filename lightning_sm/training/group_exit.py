@@ -50,15 +50,16 @@ def leave_at_exit() -> None:
     reported as failed (PyTorch pull request 179291; seen in 1 of 8 runs on two hosts, and in 1 of 72 with ddp_spawn).
     Lightning destroys NCCL's groups (``_init_dist_connection``), but not Gloo's.
     """
-    atexit.unregister(_leave)
-    atexit.register(_leave)
+    for handler in (_await_threads, _leave):  # called in reverse order
+        atexit.unregister(handler)
+        atexit.register(handler)
 
 
 def stay_at_exit() -> None:
     """Cancel the destruction of process groups at exit, because this process fails, or to undo ``leave_at_exit``.
 
     Destroying a group waits for its other ranks. After a failure, these ranks have exited, or wait for the failed
-    rank in a collective call.
+    rank in a collective call. The exit still waits for Gloo's threads: a process that aborts loses its exit code.
     """
     atexit.unregister(_leave)
     atexit.unregister(destroy_dist_connection)  # Lightning's handler, for NCCL
@@ -71,5 +72,8 @@ def _leave() -> None:
         torch.distributed.destroy_process_group()
     # Even after a group is destroyed, its Gloo threads run until the last reference to the group is gone.
     _gloo_groups.clear()
-    # Wait for the threads, because other objects hold references: the pipeline strategy, FSDP2, metrics, and cycles.
+
+
+def _await_threads() -> None:
+    # Other objects may hold references to a group: the pipeline strategy, FSDP2, metrics, and cycles.
     wait_until_asleep(_THREADS, _ASLEEP_S)

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 _START = """
-import os
+import atexit, os
 import torch
 from torch import distributed
-from lightning_sm.training.group_exit import _leave, gloo_group
+from lightning_sm.training.group_exit import gloo_group, leave_at_exit, stay_at_exit
 
 def threads():
     names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
@@ -34,19 +34,20 @@ def run(code):
 @pytest.mark.processes
 def test_no_thread_of_gloo_is_left_when_the_interpreter_shuts_down():
     """No gloo thread survives: one that dropped a tensor later would abort the process after a successful training."""
-    before, after = run("begin(); print(threads()); _leave(); print(threads())")
+    before, after = run("begin(); print(threads()); atexit.register(lambda: print(threads())); leave_at_exit()")
     assert int(before) > 0
     assert after == "0"
 
 
 @pytest.mark.processes
-def test_a_thread_of_a_group_that_is_still_held_drops_its_tensors_first():
+@pytest.mark.parametrize("stay", ["", "stay_at_exit()"], ids=["success", "failure"])
+def test_a_thread_of_a_group_that_is_still_held_drops_its_tensors_first(stay):
     """The exit waits for the threads of a group that is still referenced to drop their tensors.
 
-    With strategy=pipeline or FSDP2, such a thread may not have run since its collective call ended. Without the wait,
-    the rank aborted at exit after its work was done.
+    With strategy=pipeline or FSDP2, such a thread may not have run since its collective call ended, and a rank that
+    fails does not destroy its groups. Without the wait, the rank aborted at exit, and its exit code was lost.
     """
-    said = run("""
+    said = run(f"""
 import ctypes, sys, threading, time
 
 def drop():
@@ -59,14 +60,13 @@ def drop():
     over.wait()
 
 begun, dropped, over = threading.Event(), threading.Event(), threading.Event()
-thread = threading.Thread(target=drop)
+atexit.register(lambda: print(threads() > 0, dropped.is_set()))
+leave_at_exit()
 begin()
 held = distributed.distributed_c10d._get_default_group()
-thread.start()
+threading.Thread(target=drop, daemon=True).start()
 begun.wait()
-_leave()
-print(threads() > 0, dropped.is_set())
-over.set()
+{stay}
 """)
     assert said == ["True", "True"]
 
