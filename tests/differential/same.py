@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import cache
 
 import pytest
 
@@ -62,17 +63,24 @@ def runner(hooks: str = "trainers") -> Iterator[Callable[[int], list[str]]]:
     with pytest.MonkeyPatch.context(), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        hosts = [[DataHost(workers=_NUM_WORKERS) for _ in range(_NUM_HOSTS)] for _ in range(2)]
-        one, two = ([stack.enter_context(host).address for host in own] for own in hosts)
-        # A data host serves one run at a time.
-        alone = stack.enter_context(closing(Runner({"ours": one}, hooks)))
-        ranks = stack.enter_context(closing(Ranks({"ours": two}, hooks=hooks)))
+
+        def hosts() -> dict[str, list[str]]:
+            # A data host serves one run at a time, so the cases of one rank and those of two have their own.
+            return {"ours": [stack.enter_context(DataHost(workers=_NUM_WORKERS)).address for _ in range(_NUM_HOSTS)]}
+
+        @cache
+        def alone() -> Runner:
+            return stack.enter_context(closing(Runner(hosts(), hooks)))
+
+        @cache
+        def ranks() -> Ranks:
+            return stack.enter_context(closing(Ranks(hosts(), hooks=hooks)))
 
         def run(number: int) -> list[str]:
             if case(number).world_size > 1:
-                stock, ours = ranks.run(number), ranks.run(number, "ours")
+                stock, ours = ranks().run(number), ranks().run(number, "ours")
             else:
-                stock, ours = [alone.run(number)], [alone.run(number, "ours")]
+                stock, ours = [alone().run(number)], [alone().run(number, "ours")]
             return list(differences(case(number), stock, ours))
 
         yield run

@@ -320,6 +320,7 @@ def test_a_host_that_comes_back_runs_the_hooks_again(tmp_path):
     assert hooks == 2 * ["a prepare_data", "a setup"]
 
 
+@pytest.mark.matrix(rows=["False"])
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_prepare_data_runs_on_each_host_or_on_one(hosts, tmp_path, everywhere):
     """``prepare_data_per_node`` decides: on a shared disk, two hosts would write the same files."""
