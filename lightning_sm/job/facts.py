@@ -30,14 +30,8 @@ _SINGLE_GROUP = "homogeneousCluster"
 _SDK_V3_DRIVERS_CHANNEL = "sm_drivers"
 CODE_CHANNEL = "code"
 CODE_CHANNEL_DIR = f"/opt/ml/input/data/{CODE_CHANNEL}"
-# Set by local mode and sagemaker-training.
-_NUM_GPUS = Setting[int | None](
-    name="SM_NUM_GPUS",
-    parse=whole_number(0, 1024),
-    default=None,
-    default_text="the device files are counted",
-    meaning="Number of NVIDIA GPUs on this host.",
-)
+# Number of NVIDIA GPUs on this host, set by local mode and sagemaker-training.
+_NUM_GPUS = Setting[int | None]("SM_NUM_GPUS", whole_number(0, 1024), None)
 # The hyperparameter with which the SDK requests SageMaker's data parallel library (SMDDP).
 _SMDDP = "sagemaker_distributed_dataparallel_enabled"
 

@@ -40,18 +40,16 @@ class Setting(Generic[_Value]):
         name: Name of the variable.
         parse: Converts the text to a value. Its ``ValueError`` message states what text is expected.
         default: The value if the variable is unset or empty.
-        default_text: The default in words.
-        meaning: The meaning of the variable, in one sentence.
-        is_internal: Whether only this package's processes set the variable, for processes that they start.
+        default_text: The default in words, for the reference pages.
+        meaning: The meaning of the variable, for the reference pages; empty if users do not set it.
         accepts_empty: Whether empty text is itself a value, instead of meaning the default.
     """
 
     name: str
     parse: Callable[[str], _Value]
     default: _Value
-    default_text: str
-    meaning: str
-    is_internal: bool = False
+    default_text: str = ""
+    meaning: str = ""
     accepts_empty: bool = False
 
     def read(self, env: Mapping[str, str]) -> _Value:
@@ -305,60 +303,25 @@ JOB_SECRET = Setting[str | None](
     "submit and local create one.",
 )
 
-# ---- Passed on by our own processes.
+# ---- Passed on by our own processes, so no page shows them.
 
-CONTROL_DIR = Setting[Path | None](
-    name="LIGHTNING_SM_CONTROL_DIR",
-    parse=Path,
-    default=None,
-    default_text="no launcher",
-    meaning="Folder in which training processes report their progress to the launcher, and show that they save a "
-    "checkpoint on SIGUSR2.",
-    is_internal=True,
-)
-RANK_ZERO_PID = Setting[int | None](
-    name="LIGHTNING_SM_RANK_ZERO_PID",
-    parse=whole_number(*_PIDS),
-    default=None,
-    default_text="no local ranks",
-    meaning="Process id of SageMakerEnvironment's process; a child of it with a LOCAL_RANK was started by Lightning.",
-    is_internal=True,
-)
-HOST_FOLDER = Setting[Path | None](
-    name="LIGHTNING_SM_HOST_FOLDER",
-    parse=Path,
-    default=None,
-    default_text="no emulated host",
-    meaning="Folder that the processes of an emulated host see in place of /opt/ml, as a path outside the host.",
-    is_internal=True,
-)
-RECORD_DIR = Setting[Path | None](
-    name="LIGHTNING_SM_RECORD_DIR",
-    parse=Path,
-    default=None,
-    default_text="the next attempt's, in the job's record",
-    meaning="Folder for this attempt's part of the run's record.",
-    is_internal=True,
-)
-DATA_CHANNELS = Setting[tuple[str, ...] | None](
-    name="LIGHTNING_SM_DATA_CHANNELS",
-    parse=_names,
-    default=None,
-    default_text="the data hosts are asked",
-    meaning="Input channels of the data hosts, for checking a trainer's command line before there are any hosts.",
-    is_internal=True,
-    accepts_empty=True,
-)
-HIDDEN_OPTIONS = Setting[tuple[str, ...]](
-    name="LIGHTNING_SM_HIDDEN_OPTIONS",
-    parse=_names,
-    default=(),
-    default_text="none",
-    meaning="Options that SageMakerCLI reads from the job, because their values are secret and command lines are not.",
-    is_internal=True,
-)
+# Folder in which training processes report their progress to the launcher, and show that they save a checkpoint on
+# SIGUSR2. Unset without a launcher.
+CONTROL_DIR = Setting[Path | None]("LIGHTNING_SM_CONTROL_DIR", Path, None)
+# Process id of SageMakerEnvironment's process; a child of it with a LOCAL_RANK was started by Lightning.
+RANK_ZERO_PID = Setting[int | None]("LIGHTNING_SM_RANK_ZERO_PID", whole_number(*_PIDS), None)
+# Folder that the processes of an emulated host see in place of /opt/ml, as a path outside the host.
+HOST_FOLDER = Setting[Path | None]("LIGHTNING_SM_HOST_FOLDER", Path, None)
+# Folder for this attempt's part of the run's record. If unset, the next attempt's folder in the job's record is used.
+RECORD_DIR = Setting[Path | None]("LIGHTNING_SM_RECORD_DIR", Path, None)
+# Input channels of the data hosts, for checking a trainer's command line before there are any hosts. If unset, the data
+# hosts are asked.
+DATA_CHANNELS = Setting[tuple[str, ...] | None]("LIGHTNING_SM_DATA_CHANNELS", _names, None, accepts_empty=True)
+# Options that SageMakerCLI reads from the job, because their values are secret and command lines are not.
+HIDDEN_OPTIONS = Setting[tuple[str, ...]]("LIGHTNING_SM_HIDDEN_OPTIONS", _names, ())
+
 SETTINGS: tuple[Setting[Any], ...] = tuple(value for value in list(globals().values()) if isinstance(value, Setting))
-USER_SETTINGS = tuple(setting for setting in SETTINGS if not setting.is_internal)
+USER_SETTINGS = tuple(setting for setting in SETTINGS if setting.meaning)
 
 
 def misspelled(env: Mapping[str, str]) -> dict[str, str]:

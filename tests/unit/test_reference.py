@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from lightning_sm import __main__ as program
-from lightning_sm.job.variables import SETTINGS
+from lightning_sm.job.variables import (
+    CONTROL_DIR,
+    DATA_CHANNELS,
+    HIDDEN_OPTIONS,
+    HOST_FOLDER,
+    RANK_ZERO_PID,
+    RECORD_DIR,
+    SETTINGS,
+)
 from lightning_sm.submit.dataclass_fields import all_keys
 from lightning_sm.submit.job_file import Job
 
@@ -48,7 +56,9 @@ def test_each_command_has_the_options_of_its_help(capsys, monkeypatch):
 def test_settings_are_those_that_users_set():
     """The table has the default and meaning of each setting for users, and no internal variables."""
     shown = rows(REFERENCE["settings"]())
-    assert shown == {one.name: [one.default_text, one.meaning] for one in SETTINGS if not one.is_internal}
+    internal = (CONTROL_DIR, RANK_ZERO_PID, HOST_FOLDER, RECORD_DIR, DATA_CHANNELS, HIDDEN_OPTIONS)
+    assert shown == {one.name: [one.default_text, one.meaning] for one in SETTINGS if one not in internal}
+    assert all(all(cells) for cells in shown.values())
 
 
 def test_job_file_has_all_keys():
