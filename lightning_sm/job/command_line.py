@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightning_sm.job.channels import CONFIG_CHANNEL
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.hyperparameters import is_for_toolkit, to_argv
+from lightning_sm.job.hyperparameters import is_for_toolkit, json_or_text, to_argv
 from lightning_sm.job.redaction import shown, shown_arguments
 
 logger = logging.getLogger(__name__)
@@ -107,10 +107,7 @@ def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
 
 def _renderings(hyperparameter: str) -> set[str]:
     """Return the values that either program may write for a hyperparameter, in the form that ``_unquoted`` returns."""
-    try:
-        value = json.loads(hyperparameter)
-    except ValueError:
-        value = hyperparameter
+    value = json_or_text(hyperparameter)
     text = ",".join(f"{key}={value[key]}" for key in sorted(value)) if isinstance(value, dict) else str(value)
     # sagemaker-training, mapping.py, to_cmd_args; SDK v3, container_drivers/common/utils.py, safe_serialize.
     rendered = (hyperparameter, "" if value is None else text, json.dumps(value))

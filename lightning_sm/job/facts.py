@@ -238,8 +238,8 @@ class SageMakerJob:
         if resources.current_host not in hosts:
             raise JobConfigError(f"{source}: current_host is {resources.current_host!r}, not one of {list(hosts)}.")
         hyperparameters = _hyperparameters(env, config_dir)
-        checkpoint = _read_file(config_dir / "checkpointconfig.json", _Synchronised)
-        tensorboard = _read_file(config_dir / "tensorboardoutputconfig.json", _Synchronised)
+        checkpoint = read_json_file(config_dir / "checkpointconfig.json", _Synchronised)
+        tensorboard = read_json_file(config_dir / "tensorboardoutputconfig.json", _Synchronised)
         name = env.get("TRAINING_JOB_NAME") or env.get("SAGEMAKER_JOB_NAME") or _name_from_toolkit(env)
         identity = env.get("TRAINING_JOB_ARN") or name
         return cls(
@@ -285,7 +285,7 @@ def base_directory(env: Mapping[str, str]) -> Path:
 def _read_resources(env: Mapping[str, str], config_dir: Path) -> tuple[str, _ResourceConfig | None]:
     """Return the name of the file or variable with the hosts, and its content."""
     file = config_dir / "resourceconfig.json"
-    config = _read_file(file, _ResourceConfig)
+    config = read_json_file(file, _ResourceConfig)
     if config is not None:
         return str(file), config
     config = _read_variable(env, "SM_RESOURCE_CONFIG", _ResourceConfig)
@@ -326,7 +326,7 @@ def _channels(
     env: Mapping[str, str], base: Path, config_dir: Path, hyperparameters: Mapping[str, str]
 ) -> dict[str, Channel]:
     kind = dict[str, _ChannelConfig]
-    configs = _read_file(config_dir / "inputdataconfig.json", kind)
+    configs = read_json_file(config_dir / "inputdataconfig.json", kind)
     if configs is None:
         configs = _read_variable(env, "SM_INPUT_DATA_CONFIG", kind) or {}
     channels = {
@@ -346,7 +346,7 @@ def _channels(
 
 
 def _hyperparameters(env: Mapping[str, str], config_dir: Path) -> dict[str, str]:
-    values = _read_file(config_dir / "hyperparameters.json", dict[str, Any])
+    values = read_json_file(config_dir / "hyperparameters.json", dict[str, Any])
     if values is not None:
         # The API accepts only strings, but containers that write the file themselves may use other JSON values.
         return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
@@ -365,8 +365,16 @@ def _name_from_toolkit(env: Mapping[str, str]) -> str | None:
     return str(training.get("job_name") or "") or None
 
 
-def _read_file(path: Path, kind: type[_T]) -> _T | None:
-    """Read a JSON file; return None if it does not exist."""
+def read_json_file(path: Path, kind: type[_T]) -> _T | None:
+    """Read one of SageMaker's files; return None if it does not exist.
+
+    Args:
+        path: The file.
+        kind: The type of its content.
+
+    Raises:
+        JobConfigError: The file cannot be read, or its content has another type.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -179,6 +179,16 @@ def unquoted(text: str | None) -> str | None:
     return value if isinstance(value, str) else text
 
 
+def json_or_text(text: str) -> Any:
+    """Decode a hyperparameter as sagemaker-training does: text that is not JSON stays as it is.
+
+    Args:
+        text: The undecoded value.
+    """
+    value = _json(text)
+    return text if value is _NOT_JSON else value
+
+
 def toolkit_value(text: str) -> Any:
     """Decode a hyperparameter meant for the toolkit: framework estimators write JSON, others write Python literals.
 

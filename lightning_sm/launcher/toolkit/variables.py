@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning_sm._log import command_logger
-from lightning_sm.errors import JobConfigError
-from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.facts import SageMakerJob, read_json_file
+from lightning_sm.job.hyperparameters import json_or_text
 
 _LOG = command_logger(__name__)
 
@@ -59,7 +58,7 @@ def toolkit_variables(
     Source:
         sagemaker-training 5.1, ``environment.Environment`` and ``mapping.to_env_vars``.
     """
-    resources = _read(job, "resourceconfig.json")
+    resources = read_json_file(job.base_dir / "input" / "config" / "resourceconfig.json", dict[str, Any])
     if not resources:
         return {}
     for_script, own = _hyperparameters(job)
@@ -111,7 +110,7 @@ def _facts(
         "framework_module": env.get("SAGEMAKER_TRAINING_MODULE"),
         "hosts": list(job.hosts),
         "input_config_dir": str(base / "input" / "config"),
-        "input_data_config": _read(job, "inputdataconfig.json"),
+        "input_data_config": read_json_file(base / "input" / "config" / "inputdataconfig.json", dict[str, Any]) or {},
         "input_dir": str(base / "input"),
         "instance_groups": list(groups),
         "instance_groups_dict": groups,
@@ -134,17 +133,10 @@ def _facts(
 
 def _hyperparameters(job: SageMakerJob) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the decoded hyperparameters for the script, and those for the toolkit."""
-    decoded = {name: _decoded(text) for name, text in job.hyperparameters.items()}
+    decoded = {name: json_or_text(text) for name, text in job.hyperparameters.items()}
     own = {name for name in decoded if name.startswith(_PREFIX) or name in _NOT_FOR_SCRIPTS}
     for_script = {name: value for name, value in decoded.items() if name not in own}
     return for_script, {name: decoded[name] for name in own}
-
-
-def _decoded(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _text(value: Any) -> str:
@@ -166,15 +158,3 @@ def _is_possible(name: str, text: str) -> bool:
         size,
     )
     return False
-
-
-def _read(job: SageMakerJob, name: str) -> dict[str, Any]:
-    """Return the content of a file that ``SageMakerJob`` has already checked."""
-    path: Path = job.base_dir / "input" / "config" / name
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise JobConfigError(f"Cannot read {path}: {error}.") from error
-    return dict(content)
