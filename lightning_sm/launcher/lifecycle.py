@@ -1,7 +1,7 @@
 """The lifecycle of a host in a job: a state machine without a clock or I/O, driven by ``train``.
 
 ``step`` maps a launcher's state and an event to its next state and the actions to take at once. Each phase is one piece
-of work, which ends with an event (``ends_of``). News can arrive at any time, from other threads. News never changes the
+of work, which ends with an event (``End``). News can arrive at any time, from other threads. News never changes the
 phase: it may terminate the script, or be what the phase's work is waiting for.
 """
 
@@ -252,21 +252,6 @@ class RestartOrdered:
 End = Done | Exited | Judged | Restarted
 News = HostStopped | JobEnded | RestartOrdered
 
-_ENDS: Mapping[LauncherPhase, tuple[type[End], ...]] = MappingProxyType(
-    {
-        LauncherPhase.PREPARING: (Done, Judged),
-        LauncherPhase.RUNNING: (Exited, Judged),
-        LauncherPhase.JUDGING: (Judged,),
-        LauncherPhase.AWAITING_RESTART: (Done, Restarted),
-        LauncherPhase.OVER: (),
-    }
-)
-
-
-def ends_of(phase: LauncherPhase) -> tuple[type[End], ...]:
-    """Return the types of events that can end a phase."""
-    return _ENDS.get(phase, (Done,))
-
 
 # ---- Actions
 
@@ -300,15 +285,9 @@ Transition = tuple[HostState, tuple[Action, ...]]
 
 
 def step(state: HostState, event: End | News) -> Transition:
-    """Return the next state and the actions to take at once.
-
-    Raises:
-        ValueError: The event cannot end the current phase.
-    """
+    """Return the next state and the actions to take at once."""
     if isinstance(event, News):
         return _on_news(state, event)
-    if not isinstance(event, ends_of(state.phase)):
-        raise ValueError(f"{event} came while the launcher was {state.phase.value}.")  # noqa: TRY004 - the event is wrong for the phase
     match event:
         case Exited(exit_code):
             return _on_exit(state, exit_code)
