@@ -32,6 +32,9 @@ from lightning_sm.job.failure_file import PREFIX as FAILURE
 from lightning_sm.job.failure_file import SUFFIX as FAILURE_SUFFIX
 from lightning_sm.job.variables import CONTROL_DIR
 
+# Asks a training script to save a checkpoint and exit. On SIGTERM, Lightning would instead make a collective call that
+# deadlocks unless all ranks get the signal at the same moment (Lightning issue 20806).
+GENTLE_SIGNAL = signal.SIGUSR2
 # Asks a process for the stacks of its threads. faulthandler handles it in C, even while Python code cannot run. It is a
 # real-time signal, because no library uses those; macOS has none.
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1 - 2) + 2

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -126,7 +126,22 @@ SERVICE_GRACE_S = 120.0
 LATEST_KILL_S = 112.0
 
 
-def _stop_schedule(text: str) -> tuple[float, float]:
+class StopSchedule(NamedTuple):
+    """The launcher's schedule of signals when SageMaker stops the job, in seconds since SageMaker's SIGTERM.
+
+    At 0 s, the processes that handle the gentle signal receive it. If none does, all receive SIGTERM at 0 s. The
+    launcher's ``ChildProcess`` sends the signals.
+
+    Attributes:
+        term_s: When the remaining processes receive SIGTERM.
+        kill_s: When the remaining processes receive SIGKILL.
+    """
+
+    term_s: float
+    kill_s: float
+
+
+def _stop_schedule(text: str) -> StopSchedule:
     term, _, kill = text.partition(",")
     expected = (
         "expected the seconds from the stop signal to SIGTERM and to SIGKILL, the latter not smaller, such as 95,110"
@@ -143,7 +158,7 @@ def _stop_schedule(text: str) -> tuple[float, float]:
             f"expected at most {LATEST_KILL_S:g} s to SIGKILL: SageMaker kills the container {SERVICE_GRACE_S:g} s "
             "after SIGTERM, and the launcher needs the rest for its last report"
         )
-    return term_s, kill_s
+    return StopSchedule(term_s, kill_s)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -212,10 +227,10 @@ SEPARATE_HOSTS = Setting[bool](
     meaning="Whether each trainer host may train a separate model, as with Trainer(num_nodes=1). With 0, this is an "
     "error in a job with several trainer hosts.",
 )
-STOP_SCHEDULE = Setting[tuple[float, float]](
+STOP_SCHEDULE = Setting[StopSchedule](
     name="LIGHTNING_SM_STOP_SCHEDULE",
     parse=_stop_schedule,
-    default=(95.0, 110.0),
+    default=StopSchedule(95.0, 110.0),
     default_text="95,110",
     meaning="Seconds from the stop signal until the script receives SIGTERM, and until it receives SIGKILL.",
 )

@@ -21,11 +21,11 @@ import psutil
 from lightning_sm._linux import ExitWatch, adopt_orphans, ended_child, handles_signal
 from lightning_sm._log import command_logger
 from lightning_sm.errors import ScriptError
-from lightning_sm.job.control_folder import Beat, ControlFolder
+from lightning_sm.job.control_folder import GENTLE_SIGNAL, Beat, ControlFolder
 from lightning_sm.job.failure_file import read_failures
 from lightning_sm.job.outcomes import INTERRUPTED_EXIT_CODE
 from lightning_sm.job.redaction import shown_arguments
-from lightning_sm.job.stop_schedule import GENTLE_SIGNAL, StopSchedule
+from lightning_sm.job.variables import StopSchedule
 from lightning_sm.launcher import timeline
 from lightning_sm.launcher.failure import EXCEPTION_EXIT_CODE, ending_of
 from lightning_sm.launcher.first_failure import EndedProcess, first_failure

@@ -6,8 +6,6 @@ With any stop schedule that a user may set, the launcher exits before SageMaker 
 
 from __future__ import annotations
 
-from lightning_sm.job.stop_schedule import StopSchedule
-
 # ---- After a stop signal. See ``StopSchedule`` for SIGTERM and SIGKILL.
 
 # How long before SIGKILL to save the stacks of processes still running.
@@ -64,15 +62,3 @@ DRAIN_S = 30.0
 DRAIN_WHEN_STOPPED_S = 1.0
 # Time for the last report to the other launchers.
 LAST_REPORT_S = 2.0
-
-
-def last_exit_s(schedule: StopSchedule) -> float:
-    """Return the longest time between a stop signal and this launcher's exit, in seconds.
-
-    At ``kill_s`` the launcher stops waiting for ranks, for the upload of a checkpoint, for other hosts, and for the
-    report. Each later step has its own limit, and takes no time if no process of the script is left.
-
-    Args:
-        schedule: The stop schedule.
-    """
-    return schedule.kill_s + 2 * KILL_GRACE_S + DRAIN_WHEN_STOPPED_S + LAST_REPORT_S

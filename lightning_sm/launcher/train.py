@@ -24,7 +24,6 @@ from lightning_sm.job.control_folder import Beat, ControlFolder
 from lightning_sm.job.facts import SageMakerJob, base_directory
 from lightning_sm.job.outcomes import INTERRUPTED_EXIT_CODE, Outcome, OutcomeKind, Reason
 from lightning_sm.job.reachability import own_address
-from lightning_sm.job.stop_schedule import StopSchedule
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import (
     CONTROL_DIR,
@@ -35,6 +34,7 @@ from lightning_sm.job.variables import (
     PEERS_TIMEOUT_S,
     PRICES,
     REPORT_S,
+    STOP_SCHEDULE,
 )
 from lightning_sm.launcher import lifecycle, timeline
 from lightning_sm.launcher.child_process import ChildProcess, ignore_signals
@@ -129,7 +129,7 @@ class _HostLauncher:
         self._env = env
         self._timings = Timings(peers_timeout_s=PEERS_TIMEOUT_S.read(env))
         self._max_restarts = MAX_RESTARTS.read(env)
-        self._schedule = StopSchedule.from_environment(env)
+        self._schedule = STOP_SCHEDULE.read(env)
         folder = CONTROL_DIR.read(env) or Path(tempfile.mkdtemp(prefix="lightning_sm-"))
         self._control = ControlFolder(folder)
         self._child = ChildProcess(self._schedule, self._control)

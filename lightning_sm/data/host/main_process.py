@@ -33,8 +33,7 @@ from lightning_sm.data.protocol.failures import Failure, first_line
 from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError
-from lightning_sm.job.control_folder import Phase, announce
-from lightning_sm.job.stop_schedule import GENTLE_SIGNAL
+from lightning_sm.job.control_folder import GENTLE_SIGNAL, Phase, announce
 
 logger = logging.getLogger(__name__)
 

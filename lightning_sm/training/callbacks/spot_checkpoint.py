@@ -26,12 +26,11 @@ from lightning_sm._lightning import (
     Trainer,
     WeightAveraging,
 )
-from lightning_sm.job.control_folder import OwnProcess, announce
+from lightning_sm.job.control_folder import GENTLE_SIGNAL, OwnProcess, announce
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.failure_file import report_failures
 from lightning_sm.job.outcomes import INTERRUPTED_EXIT_CODE
 from lightning_sm.job.rank_starter import RankStart, RankStarter
-from lightning_sm.job.stop_schedule import GENTLE_SIGNAL
 from lightning_sm.job.uploads import files_of
 from lightning_sm.training.checkpoints.auto_resume import CheckpointLoader
 from lightning_sm.training.checkpoints.find_newest import JOB_KEY, job_facts

@@ -33,7 +33,7 @@ from lightning_sm.errors import (
     DataServiceError,
     RemoteTransformError,
 )
-from lightning_sm.job.stop_schedule import GENTLE_SIGNAL
+from lightning_sm.job.control_folder import GENTLE_SIGNAL
 from tests.fakes.reserved_job import reserve_job
 from tests.integration.data import faults
 from tests.integration.data.cluster import Host, remote, running, seeded, states, undisturbed

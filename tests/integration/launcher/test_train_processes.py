@@ -17,8 +17,7 @@ import pytest
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.control_folder import ControlFolder
 from lightning_sm.job.outcomes import INTERRUPTED_EXIT_CODE
-from lightning_sm.job.stop_schedule import StopSchedule
-from lightning_sm.job.variables import CONTROL_DIR
+from lightning_sm.job.variables import CONTROL_DIR, StopSchedule
 from lightning_sm.launcher.child_process import ChildProcess
 from tests.fakes.job_folder import resource_config, write_job
 from tests.integration.emulators import until

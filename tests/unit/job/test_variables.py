@@ -10,7 +10,6 @@ import pytest
 
 import lightning_sm
 from lightning_sm.errors import JobConfigError
-from lightning_sm.job.stop_schedule import StopSchedule
 from lightning_sm.job.variables import (
     DATA_GROUPS,
     DEVICES,
@@ -26,6 +25,7 @@ from lightning_sm.job.variables import (
     STOP_SCHEDULE,
     Install,
     Model,
+    StopSchedule,
 )
 
 _PACKAGE = Path(lightning_sm.__file__).parent
@@ -126,5 +126,5 @@ def test_a_long_wrong_value_is_cut():
 
 def test_stop_schedule_is_read_from_the_environment():
     """The schedule has two times; an empty variable means the defaults."""
-    assert StopSchedule.from_environment({"LIGHTNING_SM_STOP_SCHEDULE": ""}) == StopSchedule(95, 110)
-    assert StopSchedule.from_environment({"LIGHTNING_SM_STOP_SCHEDULE": "0, 2.5"}) == StopSchedule(0, 2.5)
+    assert STOP_SCHEDULE.read({"LIGHTNING_SM_STOP_SCHEDULE": ""}) == StopSchedule(95, 110)
+    assert STOP_SCHEDULE.read({"LIGHTNING_SM_STOP_SCHEDULE": "0, 2.5"}) == StopSchedule(0, 2.5)
