@@ -240,14 +240,9 @@ class ControlFolder:
         texts = (path.stem.rpartition("-")[2] for path in paths)
         return {int(text) for text in texts if text.isdecimal()}
 
-    @property
-    def peers_gone(self) -> Path:
-        """The file whose existence tells this host's processes that others have failed."""
-        return self.path / _PEERS_GONE
-
     def say_peers_gone(self) -> None:
         """Tell this host's processes that another host, or another rank on this host, has failed."""
-        self.peers_gone.touch()
+        (self.path / _PEERS_GONE).touch()
 
     def saved(self) -> list[Path] | None:
         """Return the files that this host saved during an interruption, or None if its ranks were not interrupted."""
