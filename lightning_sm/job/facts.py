@@ -24,7 +24,7 @@ from lightning_sm.job.hyperparameters import is_tuned, unquoted
 from lightning_sm.job.variables import DATA_GROUPS, DEVICES, HOST_ADDRESSES, MAIN_PORT, Setting, whole_number
 
 # The toolkit's name for the only group of a job without instance groups (sagemaker-training, environment.py).
-_SINGLE_GROUP = "homogeneousCluster"
+SINGLE_GROUP = "homogeneousCluster"
 # SDK v3 ships the user's code and its own drivers as input channels with these names. SDK v2 ships the code as a
 # channel if the hosts have no network.
 _SDK_V3_DRIVERS_CHANNEL = "sm_drivers"
@@ -311,7 +311,7 @@ def _groups(source: str, resources: _ResourceConfig) -> tuple[InstanceGroup, ...
         for group in resources.instance_groups or ()
     )
     if not groups:  # local modes of SDK v2 and v3 write none
-        groups = (InstanceGroup(_SINGLE_GROUP, resources.hosts, resources.current_instance_type or None),)
+        groups = (InstanceGroup(SINGLE_GROUP, resources.hosts, resources.current_instance_type or None),)
     hosts = [host for group in groups for host in group.hosts]
     names = [group.name for group in groups]
     if sorted(hosts) != sorted(set(resources.hosts)) or len(set(names)) < len(names):

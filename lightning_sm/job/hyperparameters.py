@@ -50,8 +50,8 @@ _MAX_VALUE_LENGTH = 2500
 
 # Keys that SDKs and the tuner add for the toolkit; no script has options for them.
 _DROPPED_KEYS = re.compile(r"sagemaker_.*|_tuning_.*|default_user_module_name|mp_parameters", re.DOTALL)
-# Added by the service in tuning jobs only.
-_TUNING_OBJECTIVE = "_tuning_objective_metric"
+# Added by the service to the training jobs of a tuning job only.
+TUNING_OBJECTIVE = "_tuning_objective_metric"
 # What a subcommand may look like.
 SUBCOMMAND = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
@@ -166,7 +166,7 @@ def is_tuned(hyperparameters: Mapping[str, str]) -> bool:
     Args:
         hyperparameters: The content of ``hyperparameters.json``.
     """
-    return _TUNING_OBJECTIVE in hyperparameters
+    return TUNING_OBJECTIVE in hyperparameters
 
 
 def unquoted(text: str | None) -> str | None:

@@ -14,7 +14,8 @@ from typing import Any
 from lightning_sm._log import command_logger
 from lightning_sm.cloud.aws import Clients
 from lightning_sm.errors import SubmitError
-from lightning_sm.job.hyperparameters import is_for_toolkit, toolkit_value, values_of
+from lightning_sm.job.facts import SINGLE_GROUP
+from lightning_sm.job.hyperparameters import TUNING_OBJECTIVE, is_for_toolkit, toolkit_value, values_of
 from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS
 from lightning_sm.submit.cost_limit import confirm_cost
 from lightning_sm.submit.job_file import read_job
@@ -27,8 +28,6 @@ _LOG = command_logger(__name__)
 
 # The end of a name created by ``new_job_name`` or an SDK.
 _NAME_ENDING = re.compile(r"-\d{4}(-\d\d){5}-[0-9a-f]{3}\Z")
-# The hyperparameter that a tuning job adds to its training jobs.
-_OF_TUNING = "_tuning_objective_metric"
 
 
 def again(
@@ -113,10 +112,11 @@ def _groups(resources: dict[str, Any]) -> dict[str, Any]:
     group = {"instance_type": only["InstanceType"], "count": only.get("InstanceCount", 1)}
     if not preferences:
         del resources["InstanceType"], resources["InstanceCount"]
-    return {"homogeneousCluster": group}
+    return {SINGLE_GROUP: group}
 
 
 def _values(hyperparameters: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of all hyperparameters, including those for SageMaker's toolkit."""
-    of_toolkit = {name: text for name, text in hyperparameters.items() if is_for_toolkit(name) and name != _OF_TUNING}
+    of_toolkit = {name: text for name, text in hyperparameters.items() if is_for_toolkit(name)}
+    of_toolkit.pop(TUNING_OBJECTIVE, None)
     return {name: toolkit_value(text) for name, text in of_toolkit.items()} | values_of(hyperparameters)

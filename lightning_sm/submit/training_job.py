@@ -18,7 +18,8 @@ from lightning_sm.submit.job_file import InputChannel, Job
 
 # The SDKs' job-name format without milliseconds, which two jobs might share; ``new_job_name`` adds random digits.
 _TIME = "-%Y-%m-%d-%H-%M-%S-"
-# The maximum length of ``name`` in a job file; the service limits the whole name to 63 characters.
+# The maximum length of ``name`` in a job file, as enforced by ``preflight``; the service limits the whole name to 63
+# characters.
 MAX_NAME_CHARS = 63 - len("-2026-11-26-23-59-59-") - 3
 
 

@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_sm._log import command_logger
-from lightning_sm.job.facts import SageMakerJob, read_json_file
-from lightning_sm.job.hyperparameters import json_or_text
+from lightning_sm.job.facts import SINGLE_GROUP, SageMakerJob, read_json_file
+from lightning_sm.job.hyperparameters import TUNING_OBJECTIVE, json_or_text
 
 _LOG = command_logger(__name__)
 
 _PREFIX = "sagemaker_"
 # Hyperparameters that the toolkit hides from scripts although they lack its prefix (params.SAGEMAKER_HYPERPARAMETERS).
-_NOT_FOR_SCRIPTS = ("_tuning_objective_metric", "default_user_module_name")
+_NOT_FOR_SCRIPTS = (TUNING_OBJECTIVE, "default_user_module_name")
 # Hyperparameters that are not framework parameters although they have the prefix.
 _OWN = (
     "program",
@@ -31,7 +31,6 @@ _OWN = (
     "job_name",
     "s3_output",
 )
-_SINGLE_GROUP = "homogeneousCluster"
 _INFO = 20
 # Linux's MAX_ARG_STRLEN: the limit for "NAME=value" and its zero byte. With a longer variable, no process can start.
 _MAX_BYTES = 128 * 1024
@@ -101,7 +100,7 @@ def _facts(
     """Return the properties of the toolkit's ``Environment``, except those that only its launchers use."""
     base = job.base_dir
     groups = {group["instance_group_name"]: group for group in resources.get("instance_groups") or []}  # none locally
-    current = resources.get("current_group_name", _SINGLE_GROUP)
+    current = resources.get("current_group_name", SINGLE_GROUP)
     return {
         "current_host": job.current_host,
         "current_instance_group": current,
