@@ -13,7 +13,7 @@ import psutil
 
 from lightning_sm.errors import HostResolutionError, PortInUseError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.variables import MAIN_PORT
+from lightning_sm.job.variables import HOST_ADDRESSES, MAIN_PORT
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,9 @@ def wait_for_host(
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             raise HostResolutionError(
-                f"The name of the main host {host!r} did not resolve within {timeout_s:.0f} s. If hosts may start "
-                "later than that, increase SageMakerEnvironment(resolve_timeout_s=...)."
+                f"The name of the main host {host!r} did not resolve within {timeout_s:.0f} s. See in its log whether "
+                "it has started. If it has, check the VPC's DNS and /etc/resolv.conf; off SageMaker, set "
+                f"{HOST_ADDRESSES.name}."
             )
         if is_reporter:
             logger.info("Waiting for the name of the main host %s to resolve (timeout in %.0f s).", host, remaining_s)

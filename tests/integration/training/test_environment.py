@@ -280,7 +280,7 @@ def test_name_that_resolves_later_is_waited_for(hosts, tmp_path):
 
 
 def test_name_that_never_resolves_ends_the_process(hosts):
-    """After resolve_timeout_s the error names the host that does not resolve."""
+    """After the time limit, the error names the host that does not resolve."""
     addresses = {"algo-1": "algo-1.invalid", "algo-2": hosts.address("algo-2")}
     ended = hosts.run({"algo-2": script("find_main.py", "0")}, {"LIGHTNING_SM_HOST_ADDRESSES": json.dumps(addresses)})
     assert ended["algo-2"].code == 1

@@ -56,10 +56,11 @@ def test_pauses_grow_to_half_a_minute():
 
 
 def test_host_that_never_resolves_is_an_error():
-    """After the timeout, the error names the main host and the argument for a longer timeout."""
+    """After the timeout, the error names the main host and the variable for its address."""
     names = Names()
     names.known.add("algo-2")
-    with pytest.raises(HostResolutionError, match=r"'algo-1' did not resolve within 0 s\. .*resolve_timeout_s"):
+    message = r"'algo-1' did not resolve within 0 s\. .*set LIGHTNING_SM_HOST_ADDRESSES"
+    with pytest.raises(HostResolutionError, match=message):
         _wait(names, timeout_s=0)
 
 
