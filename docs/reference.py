@@ -103,7 +103,10 @@ def _value(action: argparse.Action) -> str:
 
 def settings() -> str:
     """Return a table of the environment variables that users set."""
-    rows = [(f"`{setting.name}`", setting.default_text, setting.meaning) for setting in USER_SETTINGS]
+    rows = [
+        (f"`{setting.name}`", setting.default_text or f"{setting.default:g}", setting.meaning)
+        for setting in USER_SETTINGS
+    ]
     return _table(rows, ("variable", "default", "meaning"))
 
 

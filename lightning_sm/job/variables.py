@@ -40,7 +40,7 @@ class Setting(Generic[_Value]):
         name: Name of the variable.
         parse: Converts the text to a value. Its ``ValueError`` message states what text is expected.
         default: The value if the variable is unset or empty.
-        default_text: The default in words, for the reference pages.
+        default_text: The default in words, for the reference pages; empty if the default is a number or a flag.
         meaning: The meaning of the variable, for the reference pages; empty if users do not set it.
         accepts_empty: Whether empty text is itself a value, instead of meaning the default.
     """
@@ -223,7 +223,6 @@ SEPARATE_HOSTS = Setting[bool](
     name="LIGHTNING_SM_SEPARATE_HOSTS",
     parse=_flag,
     default=False,
-    default_text="0",
     meaning="Whether each trainer host may train a separate model, as with Trainer(num_nodes=1). With 0, this is an "
     "error in a job with several trainer hosts.",
 )
@@ -259,21 +258,18 @@ PREPARE_S = Setting[float](
     parse=_positive_seconds,
     # Limited, because a job is billed while it waits for the network.
     default=1800.0,
-    default_text="1800",
     meaning="Time limit in seconds, both for fetching the code and for installing its requirements.",
 )
 PEERS_TIMEOUT_S = Setting[float](
     name="LIGHTNING_SM_PEERS_TIMEOUT_S",
     parse=_seconds,
     default=10.0,
-    default_text="10",
     meaning="Seconds that a host waits, after its script has exited, for hosts that never connected.",
 )
 HANG_S = Setting[float](
     name="LIGHTNING_SM_HANG_S",
     parse=_seconds,
     default=1200.0,
-    default_text="1200",
     meaning="Seconds without a training step after which a job is considered hung, if that is 20 times as long as any "
     "earlier step. The launcher saves the stacks of all ranks and kills the script. 0 turns this off.",
 )
@@ -281,7 +277,6 @@ MAX_RESTARTS = Setting[int](
     name="LIGHTNING_SM_MAX_RESTARTS",
     parse=whole_number(0, 1000),
     default=0,
-    default_text="0",
     meaning="How often the scripts of all trainer hosts may be restarted together, from the latest valid checkpoint, "
     "after one of them fails.",
 )
@@ -289,7 +284,6 @@ REPORT_S = Setting[float](
     name="LIGHTNING_SM_REPORT_S",
     parse=_seconds,
     default=30.0,
-    default_text="30",
     meaning="Seconds that the main host may spend, at the end of the job, on the report of the run (report.html in the "
     "output data). 0 turns this off.",
 )

@@ -13,11 +13,15 @@ from lightning_sm import __main__ as program
 from lightning_sm.job.variables import (
     CONTROL_DIR,
     DATA_CHANNELS,
+    HANG_S,
     HIDDEN_OPTIONS,
     HOST_FOLDER,
+    MAX_RESTARTS,
     RANK_ZERO_PID,
     RECORD_DIR,
+    SEPARATE_HOSTS,
     SETTINGS,
+    USER_SETTINGS,
 )
 from lightning_sm.submit.dataclass_fields import all_keys
 from lightning_sm.submit.job_file import Job
@@ -57,7 +61,12 @@ def test_settings_are_those_that_users_set():
     """The table has the default and meaning of each setting for users, and no internal variables."""
     shown = rows(REFERENCE["settings"]())
     internal = (CONTROL_DIR, RANK_ZERO_PID, HOST_FOLDER, RECORD_DIR, DATA_CHANNELS, HIDDEN_OPTIONS)
-    assert shown == {one.name: [one.default_text, one.meaning] for one in SETTINGS if one not in internal}
+    assert list(shown) == [one.name for one in SETTINGS if one not in internal]
+    for setting in USER_SETTINGS:
+        default, meaning = shown[setting.name]
+        assert meaning == setting.meaning
+        assert default == setting.default_text or setting.parse(default) == setting.default
+    assert [shown[one.name][0] for one in (HANG_S, MAX_RESTARTS, SEPARATE_HOSTS)] == ["1200", "0", "0"]
     assert all(all(cells) for cells in shown.values())
 
 
