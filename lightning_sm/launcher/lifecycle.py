@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import NamedTuple
 
 from lightning_sm.job.outcomes import INTERRUPTED_EXIT_CODE, JobOutcome, Outcome, OutcomeKind
-from lightning_sm.job.topology import Role
+from lightning_sm.job.topology import Role, Topology
 from lightning_sm.launcher.failure import not_started_reason
 from lightning_sm.launcher.peers.outcome import Restart
 
@@ -51,28 +50,12 @@ class Stop(Enum):
     AFTER_FAILURE = "it was stopped because another host had failed"
 
 
-class Host(NamedTuple):
-    """The constant facts about a host.
-
-    Attributes:
-        name: Name of this host.
-        role: Role of this host.
-        main_host: Name of the main host.
-        num_data_hosts: Number of data hosts in the job.
-    """
-
-    name: str
-    role: Role
-    main_host: str
-    num_data_hosts: int
-
-
 @dataclass(frozen=True)
 class HostState:
     """The state of a launcher.
 
     Attributes:
-        host: The host.
+        topology: The layout of the job, as seen from this host.
         phase: What the launcher is currently doing.
         stop: Whether the host was stopped, and when.
         stopped_by: The signal that stopped it; None if there was none.
@@ -85,7 +68,7 @@ class HostState:
         is_saved: Whether the script was interrupted and saved a checkpoint.
     """
 
-    host: Host
+    topology: Topology
     phase: LauncherPhase = LauncherPhase.PREPARING
     stop: Stop = Stop.NONE
     stopped_by: int | None = None
@@ -105,7 +88,7 @@ class HostState:
     @property
     def is_data_host(self) -> bool:
         """Whether this is a data host."""
-        return self.host.role is Role.DATA
+        return self.topology.role is Role.DATA
 
     @property
     def pending_restart(self) -> Restart | None:
@@ -129,8 +112,8 @@ class HostState:
 
         Such a host never exits with 0. A host that was stopped first and did not succeed keeps its own reason.
         """
-        own, job = self.own, self.job
-        if own is None or job is None or self.is_data_host or not job.is_failure or job.host == self.host.name:
+        own, job, name = self.own, self.job, self.topology.current_host
+        if own is None or job is None or self.is_data_host or not job.is_failure or job.host == name:
             return False
         return self.stop is not Stop.FIRST or own.exit_code == 0
 
@@ -146,7 +129,7 @@ class HostState:
             return Outcome.of_exit_code(0)  # training succeeded without this host
         if self.is_first_failure_elsewhere:
             return Outcome.of_exit_code(own.exit_code or 1, job.reason)
-        if job.host == self.host.name and own.kind is not OutcomeKind.SUCCESS:
+        if job.host == self.topology.current_host and own.kind is not OutcomeKind.SUCCESS:
             return replace(own, reason=job.reason)  # the job's reason names the restarts, too
         return own
 
@@ -165,7 +148,7 @@ class HostState:
         its whole schedule to save a checkpoint, even if another host exits earlier.
         """
         job = self.job
-        if job is None or job.host == self.host.name:
+        if job is None or job.host == self.topology.current_host:
             return False
         if self.is_data_host:
             return True
@@ -349,7 +332,7 @@ def _ended(state: HostState) -> Transition:
         # A stopped data host has served all ranks, so it does not wait for a main host that may be dead.
         must_wait = not (state.is_data_host and state.is_stopped)
         phase = LauncherPhase.AWAITING_TRAINERS
-    elif state.is_data_host and state.host.num_data_hosts > 1:
+    elif state.is_data_host and len(state.topology.data_hosts) > 1:
         # SageMaker stops a job as soon as one of its hosts exits with an error.
         must_wait = not state.is_stopped
         phase = LauncherPhase.AWAITING_TRAINERS
@@ -404,7 +387,7 @@ def _close(state: HostState) -> Transition:
 
 
 def _write_report(state: HostState) -> Transition:
-    is_main = state.host.name == state.host.main_host
+    is_main = state.topology.current_host == state.topology.main_host
     return replace(state, phase=LauncherPhase.REPORTING if is_main else LauncherPhase.OVER), ()
 
 

@@ -142,8 +142,7 @@ class _HostLauncher:
         self._is_end_written = False
         self._hang_reason = self._last_seen = ""  # of the script's latest run
         self._interrupted_at = 0.0
-        host = lifecycle.Host(job.current_host, topology.role, topology.main_host, len(topology.data_hosts))
-        self._state = lifecycle.HostState(host)
+        self._state = lifecycle.HostState(topology)
         self._peers: Peers
         self._command: ScriptCommand
         self._watchdog: Watchdog

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sm.job.outcomes import INTERRUPTED_EXIT_CODE, JobOutcome, Outcome, OutcomeKind, Reason
-from lightning_sm.job.topology import Role
+from lightning_sm.job.topology import Role, Topology
 from lightning_sm.launcher.lifecycle import (
     Done,
     EndScript,
     Exited,
-    Host,
     HostState,
     HostStopped,
     JobEnded,
@@ -30,10 +29,10 @@ from lightning_sm.launcher.lifecycle import (
 from lightning_sm.launcher.peers.outcome import Restart
 
 _HOST = "algo-1"
-_MAIN = Host(_HOST, Role.TRAINER, main_host=_HOST, num_data_hosts=1)
-_TRAINER = Host(_HOST, Role.TRAINER, main_host="algo-9", num_data_hosts=1)
-_DATA = Host(_HOST, Role.DATA, main_host="algo-9", num_data_hosts=1)
-_ONE_OF_TWO = Host(_HOST, Role.DATA, main_host="algo-9", num_data_hosts=2)
+_MAIN = Topology(_HOST, (_HOST, "algo-2"), ("algo-9",), groups=(), main_port=20000, source="")
+_TRAINER = replace(_MAIN, trainer_hosts=("algo-0", _HOST))
+_DATA = replace(_MAIN, trainer_hosts=("algo-2",), data_hosts=(_HOST,))
+_ONE_OF_TWO = replace(_DATA, data_hosts=(_HOST, "algo-9"))
 _UNKNOWN = None
 _FINISHED = JobOutcome(OutcomeKind.SUCCESS)
 _FAILED_HERE = JobOutcome(OutcomeKind.FAILURE, _HOST, 7, Reason("ValueError: broken"))
@@ -525,7 +524,7 @@ def test_whatever_happens_a_host_exits(host, data):
         if state.phase is LauncherPhase.RUNNING:
             assert state.pending_restart is None
             assert not (before.phase is LauncherPhase.PAUSING and before.must_end)
-    failed_elsewhere = state.job is not None and state.job.is_failure and state.job.host != host.name
+    failed_elsewhere = state.job is not None and state.job.is_failure and state.job.host != _HOST
     if host.role is Role.TRAINER and failed_elsewhere:
         assert state.outcome.exit_code != 0
     assert state.outcome.exit_code == 0 or state.outcome.reason.text
