@@ -21,7 +21,6 @@ from torch.utils.data import IterableDataset
 from lightning_sm._lightning import (
     Checkpoint,
     LightningModule,
-    ModelCheckpoint,
     MultiProcessingLauncher,
     Trainer,
     WeightAveraging,
@@ -110,14 +109,13 @@ class SpotCheckpoint(Checkpoint):
         self._exit_code = INTERRUPTED_EXIT_CODE
         self._is_worker = False
         self._signalled_at: float | None = None
-        self.saved: Path | str | None = None
+        self.saved: Path | None = None
         self._is_stopping = False  # any rank was signalled; the same on all ranks
         # One pace per moment, because steps and validation batches differ in duration.
         self._paces: dict[_SavedMoment, Pace] = {}
         self._can_stop_in_validation = False
         self._loader_states: deque[list[dict[str, Any]]] = deque(maxlen=2)
         self._moment = _SavedMoment.OTHER
-        self._saved_at_step_end: tuple[int, int] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Install signal handlers for good, so that a late signal does not disrupt the end of the run; resume a fit."""
@@ -305,13 +303,11 @@ class SpotCheckpoint(Checkpoint):
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, WeightAveraging):
                     callback.on_validation_epoch_end(trainer, trainer.lightning_module)
-        path = self._already_saved(trainer) if moment is _SavedMoment.STEP_START else None
-        if path is None:
-            self._moment = moment
-            path = self._dirpath / f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
-            trainer.save_checkpoint(path)
-            # Wait for the thread in which AsyncCheckpointIO writes; this raises the thread's exception.
-            trainer.strategy.checkpoint_io.teardown()
+        self._moment = moment
+        path = self._dirpath / f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        # Wait for the thread in which AsyncCheckpointIO writes; this raises the thread's exception.
+        trainer.strategy.checkpoint_io.teardown()
         trainer.strategy.barrier("interrupted")  # otherwise, ranks that write nothing would exit too early
         self._note_saved(trainer, files_of(path))
         self.saved = path
@@ -324,34 +320,6 @@ class SpotCheckpoint(Checkpoint):
             logger.info("Interrupted: step %d is saved in %s.", trainer.global_step, path)
         if trainer.local_rank == 0:  # on each host, because each has the shards of its own ranks
             self._remove_older_than(trainer.global_step, trainer.current_epoch)
-
-    def _already_saved(self, trainer: Any) -> Path | None:
-        """Return the checkpoint that a ``ModelCheckpoint`` has just saved in ``dirpath`` at this moment, or None.
-
-        Saving a second checkpoint would take time, and SIGKILL may follow soon. The first one is used only if nothing
-        can have changed since: no hook or scheduler ran afterwards, and no loader is stateful or fetches ahead.
-        """
-        progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-        model = trainer.lightning_module
-        is_unchanged = (
-            self._saved_at_step_end == (trainer.global_step, progress.processed)
-            and type(model).on_train_batch_end is LightningModule.on_train_batch_end
-            and not any(item.reduce_on_plateau and item.interval == "step" for item in trainer.lr_scheduler_configs)
-            and not any(trainer.fit_loop._combined_loader._state_dicts())
-            and not _num_prefetched(trainer)
-        )
-        path: Path | None = None
-        if is_unchanged:
-            trainer.strategy.checkpoint_io.teardown()  # wait for AsyncCheckpointIO, as in _save
-            for callback in trainer.checkpoint_callbacks:
-                is_full = isinstance(callback, ModelCheckpoint) and not callback.save_weights_only
-                if is_full and callback._last_global_step_saved == trainer.global_step:
-                    file = Path(callback._last_checkpoint_saved)
-                    path = file if file.is_relative_to(self._dirpath) and file.exists() else path
-        path = trainer.strategy.broadcast(path)
-        if path is not None and trainer.is_global_zero:
-            logger.info("Step %d is already saved in %s.", trainer.global_step, path)
-        return path
 
     def _note_saved(self, trainer: Trainer, files: list[Path]) -> None:
         """Tell the launcher that this host is ready to exit, and which of the checkpoint's files it has."""
@@ -385,10 +353,6 @@ class SpotCheckpoint(Checkpoint):
             )
         save_searched(trainer, checkpoint)
         if self._moment is _SavedMoment.OTHER:
-            progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-            # A batch is processed but not yet completed only during on_train_batch_end.
-            is_step_end = not trainer.validating and progress.completed == progress.processed - 1
-            self._saved_at_step_end = (trainer.global_step, progress.processed) if is_step_end else None
             return
         loop = checkpoint["loops"]["fit_loop"]
         if self._moment is _SavedMoment.EPOCH_START:

@@ -594,41 +594,17 @@ class EndsBatches(Net):
 class TestAPeriodicCheckpointOfTheSameStep:
     """An interruption while a ModelCheckpoint saves."""
 
-    @pytest.mark.parametrize("settings", [{"save_last": True}, {}])
-    def test_it_is_that_of_the_interruption(self, job, tmp_path, monkeypatch, settings):
-        """The step is not saved again, and the launcher waits for the upload of ModelCheckpoint's file."""
+    @pytest.mark.parametrize("model", [Net, EndsBatches])
+    def test_the_interruption_saves_its_own(self, job, tmp_path, monkeypatch, model):
+        """The step is saved again with the changes since, and the launcher waits for the upload of the later file."""
         (control := tmp_path / "control").mkdir()
         monkeypatch.setenv(CONTROL_DIR.name, str(control))
-
-        def keep():
-            return [ModelCheckpoint(every_n_train_steps=4, save_top_k=-1, **settings)]
-
-        # The state of the Trainer's callbacks is saved first, so the signal comes before the file is written.
-        number = 3 if settings else 2
-        undisturbed, resumed = job.fit_twice(Net, make=keep, at=("on_save_checkpoint", number))
-        check_equal(undisturbed, resumed)
-        assert not list(job.checkpoints.glob("interrupted-*"))
-        last = job.checkpoints / ("last.ckpt" if settings else "epoch=1-step=8.ckpt")
-        assert ControlFolder(control).saved() == [last]
-
-    @pytest.mark.parametrize("model", [EndsBatches])
-    def test_it_is_not_if_something_changed_since(self, job, model):
-        """Changes after the checkpoint, in the same step, are not lost."""
 
         def keep():
             return [ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)]
 
         check_equal(*job.fit_twice(model, make=keep, at=("on_save_checkpoint", 2)))
-        assert list(job.checkpoints.glob("interrupted-*-step=8.ckpt"))
-
-    def test_it_is_not_if_it_lies_elsewhere(self, job, tmp_path):
-        """A checkpoint elsewhere does not count, because a job resumes only from its checkpoint folder."""
-
-        def keep():
-            return [ModelCheckpoint(tmp_path / "elsewhere", every_n_train_steps=4, save_top_k=-1)]
-
-        check_equal(*job.fit_twice(Net, make=keep, at=("on_save_checkpoint", 2)))
-        assert list(job.checkpoints.glob("interrupted-*-step=8.ckpt"))
+        assert ControlFolder(control).saved() == [job.checkpoints / "interrupted-epoch=1-step=8.ckpt"]
 
 
 class Logged(Validated):

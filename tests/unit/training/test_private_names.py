@@ -51,11 +51,6 @@ LIGHTNING = [
     (f"{DISTRIBUTION}:LightningModule", ["_current_fx_name"], ["training/callbacks/mid_epoch.py"]),
     (f"{DISTRIBUTION}.callbacks:BatchSizeFinder", ["_batch_arg_name"], ["training/checkpoints/finder_results.py"]),
     (f"{DISTRIBUTION}.callbacks:LearningRateFinder", ["_attr_name"], ["training/checkpoints/finder_results.py"]),
-    (
-        f"{DISTRIBUTION}.callbacks:ModelCheckpoint",
-        ["_last_checkpoint_saved", "_last_global_step_saved"],
-        ["training/callbacks/spot_checkpoint.py"],
-    ),
     (f"{DISTRIBUTION}:Trainer", ["_signal_connector"], ["training/callbacks/spot_checkpoint.py"]),
     (
         f"{DISTRIBUTION}.trainer.connectors.signal_connector:_SignalConnector",
