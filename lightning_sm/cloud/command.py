@@ -19,7 +19,7 @@ from lightning_sm.cloud.follow import exit_code, follow, reason_of, tuning_progr
 from lightning_sm.cloud.logs import Log, failure_first
 from lightning_sm.cloud.records import ReportWriter, write_report_of
 from lightning_sm.errors import AWSError
-from lightning_sm.record.prices import read_prices
+from lightning_sm.record.prices import add_price_options, read_prices
 
 _LOG = command_logger(__name__)
 
@@ -184,14 +184,7 @@ def add_arguments(parser: CommandParser) -> None:
     page.add_argument("name")
     page.add_argument("-o", "--output", type=Path, metavar="FILE", help="the report page (default: NAME.html)")
     page.add_argument("--records", type=Path, metavar="DIR", help="keep the records there, for compare and plan")
-    page.add_argument(
-        "--price",
-        action="append",
-        default=[],
-        metavar="NAME=PRICE",
-        help="hourly price of one host, by instance type or instance group: ml.g5.xlarge=1.41",
-    )
-    page.add_argument("--prices", type=Path, metavar="FILE", help="YAML file with prices: {per_hour: {NAME: PRICE}}")
+    add_price_options(page)
     page.set_defaults(run=_report)
 
     more = add_parser("again", help="submit a job again, with changes, under a new name")

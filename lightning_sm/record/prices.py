@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,20 @@ class Prices:
 def cost(price_per_hour: float, seconds: float) -> float:
     """Return the cost of running hosts for ``seconds`` at a total price of ``price_per_hour``."""
     return price_per_hour * seconds / _HOUR_S
+
+
+def add_price_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--prices`` and ``--price``, whose values ``read_prices`` reads."""
+    parser.add_argument(
+        "--prices", type=Path, metavar="FILE", help="YAML file with hourly prices: {per_hour: {NAME: PRICE}}"
+    )
+    parser.add_argument(
+        "--price",
+        action="append",
+        default=[],
+        metavar="NAME=PRICE",
+        help="hourly price of one host, by instance type or group: ml.g5.xlarge=1.41; repeatable",
+    )
 
 
 def read_prices(file: Path | None, flags: Sequence[str]) -> Prices:

@@ -15,7 +15,7 @@ from lightning_sm._log import command_logger
 from lightning_sm._text import count, duration, for_terminal, times
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.new_file import write_new, write_whole
-from lightning_sm.record.prices import Prices, read_prices
+from lightning_sm.record.prices import Prices, add_price_options, read_prices
 from lightning_sm.record.runs import read_run, read_runs
 from lightning_sm.report import compare, sizing, verdict
 from lightning_sm.report.figures import Figures
@@ -66,7 +66,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     live.add_argument("--once", action="store_true", help="show the job once, then exit; implies --live")
     live.add_argument("--json", action="store_true", help="write lines of JSON instead of a table; implies --live")
     _add_job(parser)
-    _add_prices(parser)
+    add_price_options(parser)
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--job", nargs=2, metavar=("A", "B"), help="the jobs to read, if a folder has records of several"
     )
-    _add_prices(parser)
+    add_price_options(parser)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write a job file with the best line; must not exist")
     _add_job(parser)
-    _add_prices(parser)
+    add_price_options(parser)
 
 
 def report(options: argparse.Namespace) -> int:
@@ -185,17 +185,6 @@ def plan_run(options: argparse.Namespace) -> int:
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", metavar="NAME", help="read only this job, if a folder has records of several")
-
-
-def _add_prices(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prices", type=Path, metavar="FILE", help="YAML file with hourly prices")
-    parser.add_argument(
-        "--price",
-        action="append",
-        default=[],
-        metavar="NAME=PRICE",
-        help="hourly price of an instance type or group; repeatable",
-    )
 
 
 def _print(text: str) -> None:
