@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,26 +20,10 @@ _EVERY_N_STEPS = 10
 _MOST_PENDING = 16
 
 
-def _timing_event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 class GpuTimer:
-    """A timer for the parts of some steps on a CUDA device.
+    """A timer for the parts of some steps on a CUDA device."""
 
-    Args:
-        make_event: Returns an event with the methods ``record``, ``query`` and ``elapsed_time`` of
-            ``torch.cuda.Event``.
-        is_capturing: Returns whether the current stream is capturing a CUDA graph, in which events have no time.
-    """
-
-    def __init__(
-        self,
-        make_event: Callable[[], Any] = _timing_event,
-        is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
-    ) -> None:
-        self._make_event = make_event
-        self._is_capturing = is_capturing
+    def __init__(self) -> None:
         self._pending: deque[list[tuple[str, Any]]] = deque(maxlen=_MOST_PENDING)
         self._marks: list[tuple[str, Any]] | None = None
         self._num_steps = 0
@@ -56,10 +39,10 @@ class GpuTimer:
         """Assign the work that is launched from now on to a part."""
         if self._marks is None:
             return
-        if self._is_capturing():
+        if torch.cuda.is_current_stream_capturing():  # events in a CUDA graph have no time
             self._marks = None
             return
-        event = self._make_event()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._marks.append((part, event))
 

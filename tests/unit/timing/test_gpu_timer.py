@@ -1,6 +1,7 @@
 """GpuTimer: events of a few steps, read once the device has passed them. A stand-in replaces the device."""
 
 import pytest
+import torch
 
 from lightning_sm.record.step_clock import BACKWARD, FORWARD, OPTIMIZER, OTHER
 from lightning_sm.timing.gpu_timer import GpuTimer
@@ -15,14 +16,6 @@ class Device:
         self.passed = 0
         self.is_capturing = False
         self.is_broken = False
-
-    def event(self):
-        """Return a new event of this device."""
-        return Event(self)
-
-    def timer(self):
-        """Return a new timer of this device."""
-        return GpuTimer(self.event, lambda: self.is_capturing)
 
 
 class Event:
@@ -50,6 +43,15 @@ class Event:
         return end.at_ms - self.at_ms
 
 
+@pytest.fixture
+def device(monkeypatch):
+    """The device of torch.cuda."""
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "Event", lambda *, enable_timing: Event(device) if enable_timing else None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.is_capturing)
+    return device
+
+
 def run_steps(timer, number):
     """Time the given number of training steps."""
     for _ in range(number):
@@ -59,10 +61,9 @@ def run_steps(timer, number):
         timer.end_step(OTHER)
 
 
-def test_every_tenth_step_is_timed():
+def test_every_tenth_step_is_timed(device):
     """A timed step has a result in seconds once the device has passed all of its events."""
-    device = Device()
-    timer = device.timer()
+    timer = GpuTimer()
     run_steps(timer, 19)
     assert device.recorded == 4
     device.passed = 3
@@ -72,19 +73,17 @@ def test_every_tenth_step_is_timed():
     assert timer.read() == pytest.approx({"forward": 0.002, "backward": 0.003, "optimizer": 0.004})
 
 
-def test_means_are_of_all_steps_since_the_last_time():
+def test_means_are_of_all_steps_since_the_last_time(device):
     """The mean covers two timed steps, of 2, 3 and 4 ms and of 6, 7 and 8 ms."""
-    device = Device()
-    timer = device.timer()
+    timer = GpuTimer()
     run_steps(timer, 20)
     device.passed = device.recorded
     assert timer.read() == pytest.approx({"forward": 0.004, "backward": 0.005, "optimizer": 0.006})
 
 
-def test_a_device_far_behind_has_the_events_of_the_newest_steps():
+def test_a_device_far_behind_has_the_events_of_the_newest_steps(device):
     """Only the newest 16 timed steps keep their events, so that these do not accumulate."""
-    device = Device()
-    timer = device.timer()
+    timer = GpuTimer()
     run_steps(timer, 1000)
     device.passed = device.recorded
     (first, *_), *_ = timer._pending
@@ -92,10 +91,9 @@ def test_a_device_far_behind_has_the_events_of_the_newest_steps():
     assert timer.read() is not None
 
 
-def test_a_graph_that_is_captured_has_no_events():
+def test_a_graph_that_is_captured_has_no_events(device):
     """No events are recorded during a capture, even if it begins within a step."""
-    device = Device()
-    timer = device.timer()
+    timer = GpuTimer()
     run_steps(timer, 9)
     timer.begin_step(FORWARD)
     device.is_capturing = True
@@ -106,10 +104,9 @@ def test_a_graph_that_is_captured_has_no_events():
     assert timer.read() is None
 
 
-def test_a_broken_device_raises_nothing_here():
+def test_a_broken_device_raises_nothing_here(device):
     """The timer raises no error, so that the error which broke the device stays visible."""
-    device = Device()
-    timer = device.timer()
+    timer = GpuTimer()
     run_steps(timer, 10)
     device.is_broken = True
     assert timer.read() is None
