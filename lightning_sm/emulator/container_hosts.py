@@ -176,12 +176,10 @@ class ContainerRuntime(HostRuntime):
 
     def base_dir(self, folder: Path) -> Path:
         """Return ``/opt/ml``."""
-        del folder
         return Path(_ML)
 
     def add_channel(self, path: Path, source: Path) -> None:
         """Create the mount point of the channel."""
-        del source
         path.mkdir()
 
     @contextlib.contextmanager
@@ -197,7 +195,6 @@ class ContainerRuntime(HostRuntime):
 
     def clear(self, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
         """Remove the containers of an attempt."""
-        del hosts
         remove_containers(job_dir.name)
 
     def start(self, host: LocalHost, command: Sequence[str], output: Output, changed: threading.Event) -> ContainerHost:

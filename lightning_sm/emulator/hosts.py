@@ -200,7 +200,6 @@ class HostRuntime(ABC):
         Args:
             folder: Folder of the host, in the job's folder.
         """
-        del folder
         return {}
 
     @abstractmethod
@@ -223,7 +222,6 @@ class HostRuntime(ABC):
             NeedsLinuxError: There are data hosts, which this system cannot run.
             PortInUseError: A port is taken.
         """
-        del topology
         return ExitStack()
 
     def shared_disk_reason(self) -> str:
