@@ -206,14 +206,6 @@ class FailureReporter:
             self._write(None)
             self._reported = None
 
-    def close(self) -> None:
-        """Stop reporting; this hook stays installed if another hook has wrapped it."""
-        _reporters.pop((self._pid, self._own, self._torchs), None)
-        atexit.unregister(self._at_exit)
-        self._pid = 0
-        if sys.excepthook is self:
-            sys.excepthook = self._hook
-
     def keep(self) -> None:
         """Keep the report even if something else, such as a signal, ends the process."""
         self._is_kept = True

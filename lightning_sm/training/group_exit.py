@@ -56,7 +56,7 @@ def leave_at_exit() -> None:
 
 
 def stay_at_exit() -> None:
-    """Cancel the destruction of process groups at exit, because this process fails, or to undo ``leave_at_exit``.
+    """Cancel the destruction of process groups at exit, because this process fails.
 
     Destroying a group waits for its other ranks. After a failure, these ranks have exited, or wait for the failed
     rank in a collective call. The exit still waits for Gloo's threads: a process that aborts loses its exit code.

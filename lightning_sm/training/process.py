@@ -45,7 +45,7 @@ def prepare_process(environment: SageMakerEnvironment) -> PreparedProcess:
         environment: The environment to pass to the Trainer.
 
     Returns:
-        A handle that can undo all changes.
+        The prepared process, the same in every call.
     """
     process = PreparedProcess.current
     if process is None:
@@ -74,22 +74,15 @@ class PreparedProcess:
         self._pid = os.getpid()
         self._is_announced = False
         self._after_run = ExitStack()
-        self._undo = ExitStack()
-        package = logging.getLogger("lightning_sm")
-        self._undo.callback(package.setLevel, package.level)
-        self._undo.callback(setattr, package, "propagate", package.propagate)
-        self._undo.callback(setattr, package, "handlers", list(package.handlers))
         show_log_lines()
-        self._undo.callback(setattr, rank_zero_only, "rank", rank_zero_only.rank)  # type: ignore[attr-defined]
         self._report_failures()
         self._remove_stray_variables()
         self._export_interface()
         leave_at_exit()
-        self._undo.callback(stay_at_exit)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a worker, which must not undo anything."""
-        return {**vars(self), "_undo": ExitStack(), "_after_run": ExitStack()}
+        """Return the state for a worker, which has no rank variables to restore yet."""
+        return {**vars(self), "_after_run": ExitStack()}
 
     def follow(self, environment: SageMakerEnvironment) -> None:
         """Use an environment's rank, and listen to its runs.
@@ -101,13 +94,6 @@ class PreparedProcess:
         environment.listener = self
         # Set the rank now: until the Trainer exists, Lightning derives it from LOCAL_RANK, and would log once per host.
         rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
-
-    def undo(self) -> None:
-        """Restore everything, as if the process had not been prepared."""
-        self._after_run.close()
-        self._undo.close()
-        self._environment.listener = None
-        PreparedProcess.current = None
 
     def announce(self, environment: SageMakerEnvironment, devices: int) -> None:
         """Log the host table, once per process.
@@ -154,7 +140,6 @@ class PreparedProcess:
         if reporter is not None:
             reporter.rank = lambda: rank_of_several(self._environment)
             reporter.on_failure = stay_at_exit
-            self._undo.callback(reporter.close)
 
     def _remove_stray_variables(self) -> None:
         """Remove rank variables of unknown origin, which Lightning, torch and other libraries would trust."""
@@ -167,9 +152,9 @@ class PreparedProcess:
             settings = ", ".join(f"{name}={os.environ[name]}" for name in strays)
             logger.warning("Ignoring %s: not set by SageMaker or by the launcher of this process.", settings)
         for name in strays:
-            _set_variable(self._undo, name, None)
+            del os.environ[name]
         if start.launcher not in (RankStarter.TORCHRUN, RankStarter.LAUNCHER):
-            _set_variable(self._undo, RANK_ZERO_PID.name, str(os.getpid()))
+            os.environ[RANK_ZERO_PID.name] = str(os.getpid())
 
     def _export_interface(self) -> None:
         """Point NCCL and Gloo at the job's interface if this host has it (SDK v3 names one that never exists)."""
@@ -178,9 +163,9 @@ class PreparedProcess:
             return
         for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             if _has_interface(interface):
-                _set_variable(self._undo, variable, os.environ.get(variable, interface))
+                os.environ.setdefault(variable, interface)
             elif os.environ.get(variable) == interface:
-                _set_variable(self._undo, variable, None)
+                del os.environ[variable]
                 logger.warning("Ignoring %s=%s: this host has no such interface.", variable, interface)
 
     def _export_ranks(self, environment: SageMakerEnvironment, world_size: int) -> None:
@@ -203,10 +188,10 @@ class PreparedProcess:
             _set_variable(self._after_run, "LOCAL_RANK", str(environment.local_rank()))
 
 
-def _set_variable(undo: ExitStack, name: str, value: str | None) -> None:
-    """Set an environment variable, or remove it if the value is None, until ``undo`` is closed."""
+def _set_variable(undo: ExitStack, name: str, value: str) -> None:
+    """Set an environment variable until ``undo`` is closed."""
     undo.callback(_assign_variable, name, os.environ.get(name))
-    _assign_variable(name, value)
+    os.environ[name] = value
 
 
 def _assign_variable(name: str, value: str | None) -> None:

@@ -17,8 +17,8 @@ from lightning_sm import SageMakerCLI
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.training import loggers
 from lightning_sm.training.checkpoints import fits
-from lightning_sm.training.process import PreparedProcess
 from tests.fakes.job_folder import resource_config, write_job
+from tests.fakes.process_state import forget_preparation
 
 ONE_HOST = {"trainer": ["algo-1"]}
 TWO_HOSTS = {"trainer": ["algo-2", "algo-1"]}
@@ -218,9 +218,8 @@ class Host:
         return cli(model, data, seed_everything_default=1, **kwargs)
 
     def new_process(self) -> None:
-        """Act like a new process: count Trainers and logger runs from 1, and undo the preparation of this process."""
-        if PreparedProcess.current is not None:
-            PreparedProcess.current.undo()
+        """Act like a new process: count Trainers and logger runs from 1, and forget the preparation of this process."""
+        forget_preparation()
         self._monkeypatch.setattr(fits, "_made", Counter())
         if self.script is not None:
             self._monkeypatch.setattr(fits, "_place", lambda _: self.script)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.fakes.job_folder import resource_config, write_job
+from tests.fakes.process_state import restored_process
 
 if TYPE_CHECKING:
     from tests.fakes.small_app import Host
@@ -21,10 +22,8 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def _not_prepared() -> Iterator[None]:
     """Undo what a job did to prepare this process for its rank, before the next test runs another job."""
-    yield
-    module = sys.modules.get("lightning_sm.training.process")
-    if module is not None and module.PreparedProcess.current is not None:
-        module.PreparedProcess.current.undo()
+    with restored_process():
+        yield
 
 
 @pytest.fixture(autouse=True)

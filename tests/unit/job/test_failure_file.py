@@ -17,6 +17,7 @@ from lightning_sm.job.failure_file import (
     would_recur,
 )
 from lightning_sm.job.variables import CONTROL_DIR
+from tests.fakes.process_state import restored_process
 
 
 class DistBackendError(RuntimeError):
@@ -80,12 +81,12 @@ def test_without_an_exception_that_ends_it_a_process_says_nothing(tmp_path, sour
 def test_torchruns_file_is_there_only_for_an_exception_that_ends_the_process(tmp_path):
     """The file exists only while an exception is reported: an empty one breaks torchrun, others count as the reason."""
     file = tmp_path / "error.json"
-    reporter = report_failures({"TORCHELASTIC_ERROR_FILE": str(file)})
-    assert not file.exists()
-    reporter.report(ValueError("caught"))
-    assert json.loads(file.read_bytes())["message"]["message"] == "ValueError: caught"
-    reporter.withdraw()
-    reporter.close()
+    with restored_process():
+        reporter = report_failures({"TORCHELASTIC_ERROR_FILE": str(file)})
+        assert not file.exists()
+        reporter.report(ValueError("caught"))
+        assert json.loads(file.read_bytes())["message"]["message"] == "ValueError: caught"
+        reporter.withdraw()
     assert list(tmp_path.iterdir()) == []
     assert report_failures({"TORCHELASTIC_ERROR_FILE": ""}) is None
 

@@ -1,4 +1,4 @@
-"""What prepare_process changes in a process, logs and restores."""
+"""What prepare_process changes in a process, and what it logs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lightning_sm.job.variables import CONTROL_DIR, RANK_ZERO_PID
 from lightning_sm.training import group_exit
 from lightning_sm.training.process import PreparedProcess, prepare_process, rank_of_several
 from tests.fakes.environments import MIXED, make_environment, mpi, torchrun
+from tests.fakes.process_state import forget_preparation
 
 pytestmark = pytest.mark.usefixtures("fresh_process")
 
@@ -43,15 +44,20 @@ def _prepared(*args, **kwargs):
 def test_an_exception_that_ends_the_process_is_reported_with_its_rank(monkeypatch, tmp_path, exit_handlers):
     """The exception is reported with its rank for the launcher, and the rank exits without waiting for the others."""
     monkeypatch.setenv(CONTROL_DIR.name, str(tmp_path))
-    hook = sys.excepthook
-    process = prepare_process(make_environment("algo-2", variables={**torchrun(1), "LOCAL_RANK": "1"}))
+    prepare_process(make_environment("algo-2", variables={**torchrun(1), "LOCAL_RANK": "1"}))
     assert group_exit._leave in exit_handlers
     sys.excepthook(ValueError, ValueError("x"), None)
     assert group_exit._leave not in exit_handlers
     (failure,) = read_failures(tmp_path).values()
     assert (failure.rank, failure.lines) == (3, ("ValueError: x",))
-    process.undo()
-    assert sys.excepthook is hook
+
+
+def test_log_lines_are_shown(monkeypatch):
+    """The package's messages are shown from INFO upwards."""
+    package = logging.getLogger("lightning_sm")
+    monkeypatch.setattr(package, "level", logging.NOTSET)
+    _prepared()
+    assert package.level == logging.INFO
 
 
 def test_lightning_logs_from_rank_zero_only():
@@ -196,38 +202,6 @@ def _ranks():
     return {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
 
 
-def _state(exit_handlers):
-    package = logging.getLogger("lightning_sm")
-    return {
-        "os.environ": dict(os.environ),
-        "logger": (package.level, package.propagate, list(package.handlers)),
-        "sys.excepthook": sys.excepthook,
-        "atexit": list(exit_handlers),
-        "rank_zero_only.rank": rank_zero_only.rank,
-    }
-
-
-@pytest.mark.parametrize(
-    "variables", [{"NODE_RANK": "7"}, torchrun(1), mpi(1)], ids=["plain, a stray variable", "torchrun", "mpirun"]
-)
-def test_undo_puts_everything_back(monkeypatch, exit_handlers, variables, tmp_path):
-    """After several environments and a run, undo restores the state before the first call."""
-    monkeypatch.setattr(logging.getLogger("lightning_sm"), "level", logging.NOTSET)
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setenv(CONTROL_DIR.name, str(tmp_path))
-    environment = make_environment("algo-2", variables=variables, network_interface="lo")
-    before = _state(exit_handlers)
-    process = prepare_process(environment)
-    assert {name for name, value in _state(exit_handlers).items() if value != before[name]} >= before.keys() - {
-        "os.environ"
-    }
-    assert prepare_process(make_environment("algo-2", network_interface="lo")) is process
-    environment.set_world_size(environment.start.world_size or 2)
-    process.undo()
-    assert _state(exit_handlers) == before
-    assert PreparedProcess.current is None
-
-
 @pytest.mark.parametrize("variables", [torchrun(1), mpi(3, devices=2, size=4)], ids=["torchrun", "mpirun"])
 def test_rank_variables_end_with_the_run_and_come_back_with_the_next(variables):
     """Teardown restores the launcher's variables after each run; hooks and exit handlers stay for the next run."""
@@ -249,7 +223,8 @@ def test_a_worker_of_ddp_spawn_sets_its_ranks_and_leaves_its_group_after_success
     parents = _prepared("algo-1")
     parents.set_world_size(4)
     pickled = pickle.dumps(parents)
-    PreparedProcess.current.undo()
+    forget_preparation()
+    exit_handlers.clear()
     caplog.clear()
     monkeypatch.setattr(os, "getpid", lambda: -1)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -260,5 +235,5 @@ def test_a_worker_of_ddp_spawn_sets_its_ranks_and_leaves_its_group_after_success
     assert exit_handlers == []
     environment.teardown()
     assert "RANK" not in _ranks()
-    assert len(exit_handlers) == 1
+    assert exit_handlers == [group_exit._await_threads, group_exit._leave]
     assert caplog.messages == []
