@@ -74,11 +74,7 @@ class HostLeaders:
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all hosts, in host order. A collective call of the leaders."""
-        if self.num_hosts == 1:
-            return [value]
-        values: list[Any] = [None] * self.num_hosts
-        distributed.all_gather_object(values, value, group=self.group)
-        return values
+        return [value] if self.num_hosts == 1 else of_all_ranks(value, self.group)
 
     def by_host(self, of_ranks: Sequence[set[T]]) -> list[set[T]]:
         """Return the union of the ranks' sets for each host."""

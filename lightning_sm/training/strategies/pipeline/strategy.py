@@ -25,6 +25,7 @@ from lightning_sm._lightning import (
 )
 from lightning_sm._table import draw_table
 from lightning_sm.errors import StrategyError
+from lightning_sm.training.all_ranks import of_all_ranks
 from lightning_sm.training.strategies.pipeline.balance import balanced, explicit_split
 from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint
 from lightning_sm.training.strategies.pipeline.exchange import Replica
@@ -475,10 +476,8 @@ class PipelineParallelStrategy(DDPStrategy):
         """Raise the same error on all ranks if the loss is not the declared combination of its microbatches' losses."""
         if not is_checked(self._num_steps):
             return
-        errors: list[str | None] = [None] * self.world_size
         error = self._loss.check(float(loss_of(result, self._steps.where))) if self._replica.is_last else None
-        dist.all_gather_object(errors, error)
-        first_error = next(filter(None, errors), None)
+        first_error = next(filter(None, of_all_ranks(error)), None)
         if first_error is not None:
             raise StrategyError(first_error)
 
