@@ -17,7 +17,6 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from lightning_sm._collector import freeze_imports
 from lightning_sm._lightning import (
     ArgsType,
     LightningArgumentParser,
@@ -26,23 +25,20 @@ from lightning_sm._lightning import (
     Trainer,
     check_same_distribution,
 )
-from lightning_sm._log import show_log_lines
 from lightning_sm.data.service import serve
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments, with_options_of_job
 from lightning_sm.job.control_folder import note_options_read
 from lightning_sm.job.facts import Channel, SageMakerJob
-from lightning_sm.job.failure_file import report_failures
 from lightning_sm.job.redaction import shown
-from lightning_sm.job.topology import Role, Topology
+from lightning_sm.job.topology import Role
 from lightning_sm.job.variables import HIDDEN_OPTIONS
 from lightning_sm.training.argument_parser import DATA_SERVICE, ScriptArgumentParser
 from lightning_sm.training.config_overlay import channel_arguments, has_free_folders
-from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.fetching_trainer import fetch_from
 from lightning_sm.training.group_exit import leave_at_exit
-from lightning_sm.training.process import prepare_process
+from lightning_sm.training.process import prepare_host
 from lightning_sm.training.trainer_setup import TrainerSetup, as_list
 
 logger = logging.getLogger(__name__)
@@ -105,14 +101,9 @@ class SageMakerCLI(LightningCLI):
         if self.job is None:
             leave_at_exit()  # training in two processes on a laptop uses Gloo, too
         else:
-            report_failures()
-            freeze_imports()
-            self.topology = Topology.from_job(self.job)
-            if self.topology.role is Role.DATA:
-                show_log_lines()
-            else:
-                self.environment = SageMakerEnvironment(self.job)
-                prepare_process(self.environment)
+            self.topology, environment = prepare_host(self.job)
+            if environment is not None:
+                self.environment = environment
             # Overwrite config.yaml: otherwise, a resumed job would fail, because the first attempt left the file there.
             settings["save_config_kwargs"] = {"overwrite": True, **(settings.get("save_config_kwargs") or {})}
         settings.setdefault("parser_class", ScriptArgumentParser)

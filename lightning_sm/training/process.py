@@ -12,17 +12,40 @@ from typing import Any, ClassVar
 
 import torch
 
+from lightning_sm._collector import freeze_imports
 from lightning_sm._lightning import DISTRIBUTION, rank_zero_only
 from lightning_sm._log import show_log_lines
 from lightning_sm._untested import GPUS
 from lightning_sm._version import __version__
+from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.failure_file import report_failures
 from lightning_sm.job.rank_starter import RankStarter, host_variables, stray_variables
+from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import RANK_ZERO_PID
 from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.group_exit import leave_at_exit, stay_at_exit
 
 logger = logging.getLogger(__name__)
+
+
+def prepare_host(job: SageMakerJob) -> tuple[Topology, SageMakerEnvironment | None]:
+    """Prepare this process for its host's role.
+
+    Args:
+        job: The job.
+
+    Returns:
+        The job's layout, and the cluster environment; None on a data host.
+    """
+    report_failures()
+    freeze_imports()
+    topology = Topology.from_job(job)
+    if topology.role is Role.DATA:
+        show_log_lines()
+        return topology, None
+    environment = SageMakerEnvironment(job)
+    prepare_process(environment)
+    return topology, environment
 
 
 def prepare_process(environment: SageMakerEnvironment) -> PreparedProcess:

@@ -6,21 +6,17 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_sm._collector import freeze_imports
 from lightning_sm._lightning import DummyLogger, Fabric, check_same_distribution
-from lightning_sm._log import show_log_lines
 from lightning_sm.data.service import serve
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.remote_trainer import fetch_in_fabric
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.failure_file import report_failures
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.training.callbacks.outputs import JobOutputs
-from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.fetching_trainer import FetchingTrainer
 from lightning_sm.training.group_exit import leave_at_exit
-from lightning_sm.training.process import prepare_process
+from lightning_sm.training.process import prepare_host
 from lightning_sm.training.strategies.choice import refuse_in_fabric
 from lightning_sm.training.trainer_setup import TrainerSetup, as_list, cluster_arguments
 
@@ -72,16 +68,11 @@ class SageMakerTrainer(FetchingTrainer):
             leave_at_exit()
             super().__init__(**kwargs)
             return
-        report_failures()
-        freeze_imports()
-        self._topology = Topology.from_job(self._job)
-        if self._topology.role is Role.DATA:
-            show_log_lines()
+        self._topology, environment = prepare_host(self._job)
+        if environment is None:
             # Use the CPU: a data host never trains, and may lack the user's accelerator.
             super().__init__(accelerator="cpu", devices=1, logger=DummyLogger(), enable_checkpointing=False)
             return
-        environment = SageMakerEnvironment(self._job)
-        prepare_process(environment)
         setup = TrainerSetup(self._job, environment)
         super().__init__(**{**kwargs, **setup.arguments(kwargs, callbacks)})
         setup.complete(self)
@@ -119,17 +110,13 @@ class SageMakerFabric(Fabric):
         if job is None:
             leave_at_exit()
         else:
-            report_failures()
+            topology, environment = prepare_host(job)
             refuse_in_fabric(job)
-            topology = Topology.from_job(job)
             if topology.data_hosts:
                 self._data_hosts = job, topology
-                if topology.role is Role.DATA:
-                    show_log_lines()
-                    super().__init__(accelerator="cpu", devices=1)
-                    return
-            environment = SageMakerEnvironment(job)
-            prepare_process(environment)
+            if environment is None:
+                super().__init__(accelerator="cpu", devices=1)
+                return
             kwargs.update(cluster_arguments(environment, kwargs))
             kwargs["plugins"] = [*as_list(kwargs.get("plugins")), environment]
         super().__init__(**kwargs)
