@@ -1,4 +1,4 @@
-"""The preparation of a training process: its variables, the host table, failure reports and a clean exit."""
+"""The preparation of a process that runs the script in a job: variables, host table, failure reports, a clean exit."""
 
 from __future__ import annotations
 
