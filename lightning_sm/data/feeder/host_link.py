@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from lightning_sm.data.protocol.calls import FinishRequest, HeartbeatRequest, HostReport, LoadRequest, Request
+from lightning_sm.data.protocol.calls import HeartbeatRequest, HostReport, LoadRequest, Request
 from lightning_sm.data.protocol.frames import FrameReader
 from lightning_sm.data.protocol.grpc_call import Call
 from lightning_sm.data.protocol.grpc_client import GrpcChannel
@@ -105,7 +105,7 @@ class HostLink:
         # Held while notifying the owner that the host is up or lost, so that notifications stay in order.
         self._notifying = threading.RLock()
         self._nudge = threading.Event()
-        # Held during each heartbeat, so that none arrives after ``finish``: the host would take it for a new run.
+        # Held during each heartbeat, so that none arrives after the last one: the host would take it for a new run.
         self._beating = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._stay_connected, name=f"link {address}", daemon=True).start()
@@ -157,7 +157,7 @@ class HostLink:
         with self._beating:
             pass
         try:
-            self._unary(FinishRequest(self._client.client), _FINISH_TIMEOUT_S)
+            self._unary(replace(self._client, is_last=True), _FINISH_TIMEOUT_S)
         except CallError as error:
             logger.debug("Could not notify data host %s that the training ended: %s", self.name, error)
         self._break_stream()

@@ -54,6 +54,7 @@ class HeartbeatRequest(Request, frozen=True):
         world_size: Number of ranks in its run.
         figures: The rank's measurements; None before it trains.
         wants_figures: Whether to include the figures of all ranks in the answer.
+        is_last: Whether the rank's training has finished.
     """
 
     NAME = "Heartbeat"
@@ -62,18 +63,7 @@ class HeartbeatRequest(Request, frozen=True):
     world_size: NumPlaces
     figures: RankFigures | None = None
     wants_figures: bool = False
-
-
-class FinishRequest(Request, frozen=True):
-    """The last message of a rank: its training has finished.
-
-    Attributes:
-        client: Name of the rank.
-    """
-
-    NAME = "Finish"
-
-    client: Name
+    is_last: bool = False
 
 
 class HostReport(Struct, frozen=True):

@@ -56,14 +56,15 @@ class Leases:
         self._finished.discard(client)
 
     def finish(self, client: str, now: float) -> None:
-        """End a lease.
+        """End a trainer's lease, if it has, or had, one.
 
         Args:
-            client: Name of a trainer rank for which ``has`` is true.
+            client: Name of the trainer rank.
             now: The current time.
         """
-        self._finished.add(client)
-        self._last_event = now
+        if self.has(client):
+            self._finished.add(client)
+            self._last_event = now
 
     def has(self, client: str) -> bool:
         """Return whether a trainer has, or had, a lease."""

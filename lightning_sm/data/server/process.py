@@ -76,7 +76,6 @@ class ServerProcess:
             "Fetch": grpc.stream_stream_rpc_method_handler(self._fetch.serve),
             "Heartbeat": grpc.unary_unary_rpc_method_handler(self._heartbeat),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
-            "Finish": grpc.unary_unary_rpc_method_handler(self._finish),
         }
 
     def run(self) -> None:
@@ -181,9 +180,13 @@ class ServerProcess:
         beat = _parse(calls.HeartbeatRequest.parse, request, context)
         try:
             with self._leasing:
-                self._leases.heartbeat(beat.client, beat.world_size, time.monotonic())
-                if beat.figures is not None:
-                    self._figures[beat.client] = beat.figures
+                if beat.is_last:
+                    self._leases.finish(beat.client, time.monotonic())
+                    self._figures.pop(beat.client, None)
+                else:
+                    self._leases.heartbeat(beat.client, beat.world_size, time.monotonic())
+                    if beat.figures is not None:
+                        self._figures[beat.client] = beat.figures
                 figures = dict(self._figures) if beat.wants_figures else {}
         except DataHostMismatchError as error:
             # This status is not final, so the trainer retries: the other ranks may finish in the meantime.
@@ -199,19 +202,6 @@ class ServerProcess:
         # use the number to decide how many batches to request.
         report = self._pool.report(self._settings.name)
         return structs.replace(report, workers=self._settings.workers, figures=figures)
-
-    def _finish(self, request: bytes, context: Any) -> bytes:
-        last = _parse(calls.FinishRequest.parse, request, context)
-        client = last.client
-        with self._leasing:
-            if not self._leases.has(client):
-                context.abort(
-                    grpc.StatusCode.NOT_FOUND,
-                    f"{client} has sent no heartbeat to data host {self._settings.name}, which does not wait for it",
-                )
-            self._leases.finish(client, time.monotonic())
-            self._figures.pop(client, None)
-        return b"{}"
 
 
 def _parse(parse: Callable[[bytes], _Parsed], request: bytes, context: Any) -> _Parsed:

@@ -62,7 +62,6 @@ class FakeHost:
             "OpenSources": unary(lambda request, _: self.open(request)),
             "Load": grpc.stream_unary_rpc_method_handler(lambda requests, _: self.loaded.extend(requests) or b"{}"),
             "Fetch": stream(self._fetch),
-            "Finish": unary(lambda *_: b"{}"),
         }
         with ThreadPoolExecutor(8) as pool:
             server = grpc.server(

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import asdict
 
 from lightning_sm.data.ipc.host_messages import Finished, Serve, StartWorkers
+from lightning_sm.data.ipc.messages import NothingReceivedError
 from lightning_sm.data.ipc.processes import start_module
 from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.openings import Opening
@@ -88,13 +89,13 @@ def test_sources_are_opened_for_ranks_that_sent_heartbeats_alone(server):
 
 
 def test_only_trainers_that_sent_heartbeats_can_finish(server):
-    """Finish is refused for ranks that sent no heartbeat, and accepted for the rank that did."""
+    """The last heartbeat of a rank counts only if the rank has sent others."""
     for number in range(2):
-        code, text = server.end("Finish", client=f"rank {number} on algo-1")
-        assert code is grpc.StatusCode.NOT_FOUND
-        assert f"rank {number} on algo-1 has sent no heartbeat to data host algo-9" in text
+        server.start("Heartbeat", client=f"rank {number} on algo-1", world_size=1, is_last=True).result()
     server.start("Heartbeat", client="rank 0 on algo-1", world_size=1).result()
-    server.start("Finish", client="rank 0 on algo-1").result()
+    with pytest.raises(NothingReceivedError):
+        server.main.receive(2.0)
+    server.start("Heartbeat", client="rank 0 on algo-1", world_size=1, is_last=True).result()
     (ended,) = server.received(1, Finished)
     assert ended.reason == "the only rank has finished"
 
@@ -111,7 +112,7 @@ def test_trainers_of_another_training_get_no_lease(server):
         assert text.startswith(expected)
     for client, world_size in (("x" * 513, 1), ("rank 0 on other", 0), ("rank 0 on other", 10**6)):
         assert server.end("Heartbeat", client=client, world_size=world_size)[0] is grpc.StatusCode.INVALID_ARGUMENT
-    server.start("Finish", client="rank 0 on algo-1").result()
+    server.start("Heartbeat", client="rank 0 on algo-1", world_size=1, is_last=True).result()
     server.start("Heartbeat", client="rank 0 on other", world_size=4).result()
 
 
@@ -120,7 +121,7 @@ def test_a_call_that_only_looks_takes_no_lease(server):
     report = HostReport.parse(server.start("Status").result())
     assert (report.name, report.workers, report.queued) == ("algo-9", 2, 0)
     server.start("Heartbeat", client="rank 0 on algo-1", world_size=1).result()
-    server.start("Finish", client="rank 0 on algo-1").result()
+    server.start("Heartbeat", client="rank 0 on algo-1", world_size=1, is_last=True).result()
     server.received(1, Finished)
 
 

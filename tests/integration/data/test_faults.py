@@ -764,7 +764,7 @@ def fail_to_train(job):
 
 
 def vanish(job):
-    """Kill the feeder, as when the trainer host vanishes: no Finish reaches the data host."""
+    """Kill the feeder, as when the trainer host vanishes: no last heartbeat reaches the data host."""
     module = job.connected()
     os.kill(module._connection.feeder.pid, signal.SIGKILL)
     module.close()

@@ -130,8 +130,13 @@ REQUESTS = {
         json.dumps({"client": "x", "openings": [OPENING] * (1 << 15)}).encode(),
     ],
     "Load": [b"", b"null", b'{"digest": "x", "num_bytes": -1}'],
-    "Heartbeat": [b"", b'{"client": 7, "world_size": 1}', b'{"client": "x", "world_size": "y"}'],
-    "Finish": [b"null", b'{"client": 7}'],
+    "Heartbeat": [
+        b"",
+        b"null",
+        b'{"client": 7, "world_size": 1}',
+        b'{"client": "x", "world_size": "y"}',
+        b'{"client": "x", "world_size": 1, "is_last": 7}',
+    ],
 }
 
 

@@ -137,7 +137,7 @@ def test_a_data_host_without_the_token_gets_nothing_and_nothing_of_it_is_read(to
     assert NOT_OF_THE_JOB in error
     assert f"set the same {JOB_SECRET.name} in both. If the tokens are the same, another process" in error
     assert f"(data host at {address})" in error
-    assert impostor.called <= {"Heartbeat", "Finish"}
+    assert impostor.called <= {"Heartbeat"}
 
 
 class Lacking(FakeHost):
@@ -177,7 +177,7 @@ def stranger(address, metadata, body=b"{}"):
     """Return code and text of each method's answer to a gRPC client without the token."""
     answers = {}
     with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
-        for name in ("OpenSources", "Load", "Fetch", "Heartbeat", "Status", "Finish", "Stop"):
+        for name in ("OpenSources", "Load", "Fetch", "Heartbeat", "Status", "Stop"):
             if name in ("Load", "Fetch"):
                 call = channel.stream_stream(method(name))(iter([body]), metadata=metadata, timeout=20)
             else:

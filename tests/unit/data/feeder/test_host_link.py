@@ -17,7 +17,7 @@ class SlowHost:
     Attributes:
         has_heartbeat: Set when a heartbeat has arrived.
         may_answer: Set when the host may answer it.
-        taken: The calls, in the order in which the host answered them.
+        taken: For each heartbeat, in the order of the answers, whether it was the last one.
     """
 
     context = None
@@ -27,11 +27,13 @@ class SlowHost:
         self.taken = []
 
     def unary(self, name, request, timeout_s):
-        """Answer a call."""
-        if name == "Heartbeat":
+        """Answer a heartbeat."""
+        assert name == "Heartbeat"
+        is_last = HeartbeatRequest.parse(request).is_last
+        if not is_last:
             self.has_heartbeat.set()
             assert self.may_answer.wait(TIMEOUT_S)
-        self.taken.append(name)
+        self.taken.append(is_last)
         return HostReport("algo-3", workers=1, busy=0, queued=0).encode()
 
     def close(self):
@@ -45,14 +47,14 @@ class Owner:
 
 
 def test_a_host_takes_no_heartbeat_after_the_end_of_a_training(monkeypatch):
-    """No heartbeat follows Finish: the host would wait for the rank's lease, and report a lost connection."""
+    """No heartbeat follows the last one: the host would wait for the rank's lease, and report a lost connection."""
     monkeypatch.setattr(host_link, "GrpcChannel", SlowHost)
     link = HostLink("algo-3:1", CREDENTIALS, HeartbeatRequest("rank 0", 1), Owner())
     host = link._channel
     assert host.has_heartbeat.wait(TIMEOUT_S)
     ends = threading.Thread(target=link.finish)
     ends.start()
-    ends.join(0.3)  # long enough for a premature Finish
+    ends.join(0.3)  # long enough for a premature last heartbeat
     host.may_answer.set()
     ends.join(TIMEOUT_S)
-    assert host.taken == ["Heartbeat", "Finish"]
+    assert host.taken == [False, True]

@@ -33,7 +33,6 @@ def parse_reply(data):
 PARSERS = [
     calls.LoadRequest.parse,
     calls.HeartbeatRequest.parse,
-    calls.FinishRequest.parse,
     calls.HostReport.parse,
     openings.OpeningsRequest.parse,
     parse_reply,
@@ -132,6 +131,7 @@ def test_any_bytes_are_taken_or_refused(parse, data):
             r"Heartbeat request is malformed: .*unknown field `wait` - at `\$.figures`",
         ),
         (calls.HeartbeatRequest, TRAINING, {"figures": [1.0]}, r"got `array` - at `\$.figures`"),
+        (calls.HeartbeatRequest, HEARTBEAT, {"is_last": 1}, r"`bool`, got `int` - at `\$.is_last`"),
         (calls.HeartbeatRequest, TRAINING, {"wants_figures": 1}, r"`bool`, got `int` - at `\$.wants_figures`"),
     ],
 )

@@ -132,6 +132,8 @@ def test_a_newcomer_must_belong_to_the_training_that_runs():
     leases.finish("rank 1", now=3.0)
     leases.heartbeat("rank 2", 2, now=4.0)
     leases.heartbeat("rank 3", 8, now=64.0)
+    leases.finish("rank 4", now=64.0)  # has no lease
+    assert leases.outcome(now=65.0) is None
     assert [leases.has(f"rank {rank}") for rank in range(5)] == [True, True, True, True, False]
 
 
