@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from lightning_sm.data.protocol.calls import HeartbeatRequest, HostReport, LoadRequest, Request
+from lightning_sm.data.protocol.calls import HeartbeatRequest, HostReport, LoadRequest
 from lightning_sm.data.protocol.frames import FrameReader
 from lightning_sm.data.protocol.grpc_call import Call
 from lightning_sm.data.protocol.grpc_client import GrpcChannel
@@ -157,7 +157,7 @@ class HostLink:
         with self._beating:
             pass
         try:
-            self._unary(replace(self._client, is_last=True), _FINISH_TIMEOUT_S)
+            self._channel.unary("Heartbeat", replace(self._client, is_last=True).encode(), _FINISH_TIMEOUT_S)
         except CallError as error:
             logger.debug("Could not notify data host %s that the training ended: %s", self.name, error)
         self._break_stream()
@@ -166,9 +166,6 @@ class HostLink:
     def _set_state(self, state: LinkState, detail: str) -> None:
         self.state = state
         self.detail = detail
-
-    def _unary(self, request: Request, timeout_s: float) -> bytes:
-        return self._channel.unary(request.NAME, request.encode(), timeout_s)
 
     # The connection
 
@@ -180,7 +177,8 @@ class HostLink:
                 with self._beating:
                     if self._closed.is_set():
                         return
-                    self.report = HostReport.parse(self._unary(request, _HEARTBEAT_TIMEOUT_S))
+                    answer = self._channel.unary("Heartbeat", request.encode(), _HEARTBEAT_TIMEOUT_S)
+                    self.report = HostReport.parse(answer)
                 self._num_silent = 0
                 if self._has_joined:
                     self._come_up()
@@ -228,7 +226,7 @@ class HostLink:
             if wanted == self._told and self._open_sources.issuperset(self._openings):
                 return
         request = OpeningsRequest(self._client.client, wanted, calls_to_know)
-        answer = self._unary(request, _CALL_TIMEOUT_S)
+        answer = self._channel.unary("OpenSources", request.encode(), _CALL_TIMEOUT_S)
         reply = decode(OpeningsReply, answer, "answer to OpenSources")
         if reply.missing:
             self._send_snapshots(reply.missing)
@@ -264,7 +262,7 @@ class HostLink:
             with mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory:
                 pieces = (memory[start : start + CHUNK_BYTES] for start in range(0, num_bytes, CHUNK_BYTES))
                 head = LoadRequest(digest, num_bytes).encode()
-                self._channel.stream_unary(LoadRequest.NAME, chain([head], pieces), _SNAPSHOT_TIMEOUT_S)
+                self._channel.stream_unary("Load", chain([head], pieces), _SNAPSHOT_TIMEOUT_S)
         finally:
             os.close(fd)
         seconds = time.monotonic() - began

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeVar
-
 from msgspec import field
 
 from lightning_sm._structs import Struct
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.message_codec import Name, Natural, NumPlaces, Real, decode
 
-# Requests hold names, numbers, and the openings that a rank wants.
-_MAX_REQUEST_BYTES = 1 << 20
+# Maximum size of a request, which holds names, numbers, and the openings that a rank wants.
+MAX_REQUEST_BYTES = 1 << 20
 
 
-class Request(Struct, frozen=True):
-    """Base class for a trainer's requests to a data host."""
-
-    NAME: ClassVar[str]  # of the gRPC method
-
-    @classmethod
-    def parse(cls: type[_Request], data: bytes) -> _Request:
-        """Decode a request.
-
-        Raises:
-            WireError: The request is malformed.
-        """
-        return decode(cls, data, f"{cls.NAME} request", _MAX_REQUEST_BYTES)
-
-
-_Request = TypeVar("_Request", bound=Request)
-
-
-class LoadRequest(Request, frozen=True):
+class LoadRequest(Struct, frozen=True):
     """The header that a rank sends before the bytes of a source's snapshot.
 
     Attributes:
@@ -40,13 +20,11 @@ class LoadRequest(Request, frozen=True):
         num_bytes: Size of the snapshot.
     """
 
-    NAME = "Load"
-
     digest: Name
     num_bytes: Natural
 
 
-class HeartbeatRequest(Request, frozen=True):
+class HeartbeatRequest(Struct, frozen=True):
     """The heartbeat of a rank; the answer is a ``HostReport``.
 
     Attributes:
@@ -56,8 +34,6 @@ class HeartbeatRequest(Request, frozen=True):
         wants_figures: Whether to include the figures of all ranks in the answer.
         is_last: Whether the rank's training has finished.
     """
-
-    NAME = "Heartbeat"
 
     client: Name
     world_size: NumPlaces

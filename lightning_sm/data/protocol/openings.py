@@ -7,7 +7,6 @@ from typing import Annotated
 from msgspec import Meta, field
 
 from lightning_sm._structs import Struct
-from lightning_sm.data.protocol.calls import Request
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.message_codec import AnyInt, Name, Natural, NumPlaces
 
@@ -66,16 +65,14 @@ class CallResult(Struct, frozen=True, tag=True):
     fields: dict[str, str]
 
 
-class OpeningsRequest(Request, frozen=True):
-    """Everything that a rank wants open on a data host from now on; the answer is an ``OpeningsReply``.
+class OpeningsRequest(Struct, frozen=True):
+    """For OpenSources: everything that a rank wants open on a data host from now on. The answer is ``OpeningsReply``.
 
     Attributes:
         client: Name of the rank.
         openings: The openings. The data host closes openings that no rank wants any more.
         results: Names of the calls whose results the rank lacks.
     """
-
-    NAME = "OpenSources"
 
     client: Name
     openings: Annotated[list[Opening], Meta(max_length=_MAX_OPENINGS)]

@@ -14,12 +14,14 @@ import grpc
 from msgspec import structs
 
 from lightning_sm._linux import kill_with_parent
+from lightning_sm._structs import Struct
 from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.protocol.message_codec import decode
 from lightning_sm.data.protocol.openings import OpeningsRequest
 from lightning_sm.data.protocol.spec import snapshot_hash
 from lightning_sm.data.server.leases import Leases
@@ -33,7 +35,7 @@ from lightning_sm.errors import DataHostMismatchError, DataSettingsError, WireEr
 
 logger = logging.getLogger(__name__)
 
-_Parsed = TypeVar("_Parsed")
+_Request = TypeVar("_Request", bound=Struct)
 
 # A call that waits for the user's setup() returns after this time even if nothing is open yet, so that the trainer can
 # log the wait.
@@ -133,7 +135,7 @@ class ServerProcess:
     # gRPC methods
 
     def _open_sources(self, request: bytes, context: Any) -> bytes:
-        wanted = _parse(OpeningsRequest.parse, request, context)
+        wanted = _parse(OpeningsRequest, request, context)
         with self._leasing:
             if not self._leases.has(wanted.client):
                 context.abort(grpc.StatusCode.NOT_FOUND, f"{wanted.client} has sent no heartbeat")
@@ -141,7 +143,7 @@ class ServerProcess:
 
     def _load(self, requests: Iterator[bytes], context: Any) -> bytes:
         """Receive a pickled source, and pass it to the main process, which unpickles it."""
-        head = _parse(calls.LoadRequest.parse, next(requests, b""), context)
+        head = _parse(calls.LoadRequest, next(requests, b""), context)
         fd = os.memfd_create("lightning_sm_snapshot", os.MFD_CLOEXEC)
         try:
             digest = snapshot_hash()
@@ -177,7 +179,7 @@ class ServerProcess:
         return partial(self._pool.cancel, task)
 
     def _heartbeat(self, request: bytes, context: Any) -> bytes:
-        beat = _parse(calls.HeartbeatRequest.parse, request, context)
+        beat = _parse(calls.HeartbeatRequest, request, context)
         try:
             with self._leasing:
                 if beat.is_last:
@@ -204,9 +206,9 @@ class ServerProcess:
         return structs.replace(report, workers=self._settings.workers, figures=figures)
 
 
-def _parse(parse: Callable[[bytes], _Parsed], request: bytes, context: Any) -> _Parsed:
+def _parse(kind: type[_Request], request: bytes, context: Any) -> _Request:
     try:
-        return parse(request)
+        return decode(kind, request, kind.__name__, calls.MAX_REQUEST_BYTES)
     except WireError as error:
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         raise  # unreachable: abort raises

@@ -116,6 +116,13 @@ def test_trainers_of_another_training_get_no_lease(server):
     server.start("Heartbeat", client="rank 0 on other", world_size=4).result()
 
 
+def test_a_request_is_short(server):
+    """A request of more than 1 MiB is refused, with its size."""
+    code, text = server.end("Heartbeat", client="x" * (1 << 20), world_size=1)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "; 1048576 bytes with" in text
+
+
 def test_a_call_that_only_looks_takes_no_lease(server):
     """Status describes the data host without a lease, so it keeps no training out."""
     report = HostReport.parse(server.start("Status").result())

@@ -5,6 +5,7 @@ import threading
 from lightning_sm.data.feeder import host_link
 from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.protocol.calls import HeartbeatRequest, HostReport
+from lightning_sm.data.protocol.message_codec import decode
 from lightning_sm.data.settings import Credentials
 
 TIMEOUT_S = 60.0
@@ -29,7 +30,7 @@ class SlowHost:
     def unary(self, name, request, timeout_s):
         """Answer a heartbeat."""
         assert name == "Heartbeat"
-        is_last = HeartbeatRequest.parse(request).is_last
+        is_last = decode(HeartbeatRequest, request, "heartbeat").is_last
         if not is_last:
             self.has_heartbeat.set()
             assert self.may_answer.wait(TIMEOUT_S)

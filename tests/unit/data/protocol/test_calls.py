@@ -30,11 +30,16 @@ def parse_reply(data):
     return decode(openings.OpeningsReply, data, "answer to OpenSources")
 
 
+def parser(kind):
+    """Return a function that decodes a request, as a data host does."""
+    return lambda data: decode(kind, data, kind.__name__, calls.MAX_REQUEST_BYTES)
+
+
 PARSERS = [
-    calls.LoadRequest.parse,
-    calls.HeartbeatRequest.parse,
+    parser(calls.LoadRequest),
+    parser(calls.HeartbeatRequest),
     calls.HostReport.parse,
-    openings.OpeningsRequest.parse,
+    parser(openings.OpeningsRequest),
     parse_reply,
     lambda data: decode(openings.CallResult, data, "result"),
 ]
@@ -105,7 +110,7 @@ def test_any_bytes_are_taken_or_refused(parse, data):
     ("call", "request_", "changed", "why"),
     [
         (calls.LoadRequest, LOAD, {"num_bytes": -1}, r"`int` >= 0 - at `\$.num_bytes`"),
-        (calls.LoadRequest, LOAD, {"fds": [0]}, r"The Load request is malformed: .* unknown field `fds`"),
+        (calls.LoadRequest, LOAD, {"fds": [0]}, r"The LoadRequest is malformed: .* unknown field `fds`"),
         (openings.OpeningsRequest, OPENINGS, {"openings": [{"name": "x" * 513, "source": "d"}]}, "length <= 512 - at"),
         (openings.OpeningsRequest, OPENINGS, {"openings": [OPENINGS["openings"][0]] * 16385}, "length <= 16384|bytes"),
         (
@@ -128,7 +133,7 @@ def test_any_bytes_are_taken_or_refused(parse, data):
             calls.HeartbeatRequest,
             TRAINING,
             {"figures": {"wait": 1.0}},
-            r"Heartbeat request is malformed: .*unknown field `wait` - at `\$.figures`",
+            r"HeartbeatRequest is malformed: .*unknown field `wait` - at `\$.figures`",
         ),
         (calls.HeartbeatRequest, TRAINING, {"figures": [1.0]}, r"got `array` - at `\$.figures`"),
         (calls.HeartbeatRequest, HEARTBEAT, {"is_last": 1}, r"`bool`, got `int` - at `\$.is_last`"),
@@ -137,9 +142,10 @@ def test_any_bytes_are_taken_or_refused(parse, data):
 )
 def test_a_request_is_bounded(call, request_, changed, why):
     """A valid request is accepted; the refusal of an invalid one names what arrived and what is allowed."""
-    assert call.parse(encoded(request_)) == call(**request_)
+    parse = parser(call)
+    assert parse(encoded(request_)) == call(**request_)
     with pytest.raises(WireError, match=why):
-        call.parse(encoded({**request_, **changed}))
+        parse(encoded({**request_, **changed}))
 
 
 @pytest.mark.parametrize(

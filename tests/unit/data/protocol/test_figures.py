@@ -8,6 +8,7 @@ from msgspec.structs import asdict
 
 from lightning_sm.data.protocol.calls import HeartbeatRequest
 from lightning_sm.data.protocol.figures import BatchFigures, RankFigures
+from lightning_sm.data.protocol.message_codec import decode
 from lightning_sm.errors import WireError
 
 BATCH = BatchFigures(num_bytes=100, queue_s=0.1, produce_s=0.2, transfer_s=0.1, num_ready=0)
@@ -29,9 +30,8 @@ def received_from(figures):
 
 def parsed(figures):
     """Return figures parsed from JSON, as part of a heartbeat."""
-    return HeartbeatRequest.parse(
-        json.dumps({"client": "rank 0", "world_size": 1, "figures": figures}).encode()
-    ).figures
+    encoded = json.dumps({"client": "rank 0", "world_size": 1, "figures": figures}).encode()
+    return decode(HeartbeatRequest, encoded, "Heartbeat request").figures
 
 
 def test_what_a_rank_does_by_itself():
