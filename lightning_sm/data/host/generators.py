@@ -105,16 +105,13 @@ class HeldGenerators:
         for place in _find(self._owners):
             self._places.setdefault((id(place[1]), place[2]), place)
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yield each generator once."""
-        return (generator for _, generator in self._numbered())
-
     def seed(self, seed: int) -> None:
         """Seed all generators, each with a different seed derived from ``seed``."""
         for number, generator in self._numbered():
             seed_generator(generator, (seed + number * _STEP) & 0xFFFFFFFFFFFFFFFF)
 
     def _numbered(self) -> Iterator[tuple[int, Any]]:
+        """Yield each generator once, with the number of its place."""
         seen: set[int] = set()
         for number, (get, holder, key) in enumerate(self._places.values(), start=1):
             with suppress(Exception):  # the place may be empty now

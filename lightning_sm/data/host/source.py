@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _DatasetKind
 
 from lightning_sm.data.host.stand_ins import PartStandIn
 
@@ -24,7 +23,6 @@ class WorkerSource:
         collate_fn: Function that makes a batch from samples.
         worker_init_fn: Function to call in each worker with the worker's number, if any.
         has_ranks: Whether ``worker_init_fn`` also accepts the rank, like Lightning's.
-        is_stream: Whether the dataset is iterable, rather than indexed.
         is_batched: Whether samples are collated into batches; if not, each sample is a batch.
         batch_size: Number of samples per batch, for an iterable dataset.
         drop_last: Whether an iterable dataset's last batch is dropped if it is incomplete.
@@ -38,7 +36,6 @@ class WorkerSource:
     collate_fn: Callable[[Any], Any]
     worker_init_fn: Callable[..., None] | None
     has_ranks: bool
-    is_stream: bool
     is_batched: bool
     batch_size: int | None
     drop_last: bool
@@ -68,7 +65,6 @@ class WorkerSource:
             collate_fn=loader.collate_fn,
             worker_init_fn=unbound or init,
             has_ranks=unbound is not None,
-            is_stream=private._dataset_kind == _DatasetKind.Iterable,
             is_batched=private._auto_collation,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
