@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from lightning_sm._structs import encode
-from lightning_sm.data.protocol.message_codec import AnyInt, Name, Natural, NumPlaces
+from lightning_sm.data.protocol.message_codec import AnyInt, Name, Natural, NumPlaces, decode_bounded
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import WireError
 
@@ -47,14 +47,10 @@ class FetchSpec(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             WireError: The request is malformed.
         """
-        try:
-            spec = _DECODER.decode(data)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise WireError(f"A request for batches is malformed: {error}.") from error
+        spec = decode_bounded(msgspec.msgpack.Decoder, cls, data, "request for batches")
         if spec.indices and len(spec.indices) != spec.num_batches:
             raise WireError(f"A request for {spec.num_batches} batches has the indices of {len(spec.indices)}.")
         return spec
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(FetchSpec)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.message_codec import Natural, Real, decode
+from lightning_sm.data.protocol.message_codec import Natural, Real, decode, decode_bounded
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import WireError
 
@@ -212,7 +212,7 @@ class StepRangeHeader(msgspec.Struct, frozen=True, array_like=True):
 
     def encode(self) -> bytes:
         """Return the payload of a HEADER frame."""
-        return _ENCODER.encode(self)
+        return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, payload: memoryview) -> StepRangeHeader:
@@ -223,18 +223,11 @@ class StepRangeHeader(msgspec.Struct, frozen=True, array_like=True):
         """
         if len(payload) > MAX_HEADER_BYTES:
             raise WireError(f"The header of batches has {len(payload)} bytes; {MAX_HEADER_BYTES} are allowed.")
-        try:
-            header = _DECODER.decode(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise WireError(f"The header of batches is malformed: {error}.") from error
+        header = decode_bounded(msgspec.msgpack.Decoder, cls, payload, "header of batches")
         stop = max(batch.start + batch.num_bytes for batch in header.batches)
         if stop > header.num_bytes:
             raise WireError(f"A batch ends at byte {stop}, but its range has only {header.num_bytes} bytes.")
         return header
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(StepRangeHeader)
 
 
 def parse_failure(payload: memoryview) -> Failure:

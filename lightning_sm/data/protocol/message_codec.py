@@ -6,12 +6,13 @@ ends run the same version, so unknown fields and values are errors.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from lightning_sm._structs import Struct, decoder
+from lightning_sm._structs import decoder
 from lightning_sm.errors import WireError
 
 # Hook results include the contents of samplers, so they may be large. A parsed list takes 20 times its JSON size.
@@ -31,7 +32,7 @@ Name = Annotated[str, Meta(max_length=512)]
 NumPlaces = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
-_Struct = TypeVar("_Struct", bound=Struct)
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 def decode(kind: type[_Struct], data: bytes, what: str, max_bytes: int = _MAX_BYTES) -> _Struct:
@@ -52,8 +53,23 @@ def decode(kind: type[_Struct], data: bytes, what: str, max_bytes: int = _MAX_BY
             f"The {what} has {len(data)} bytes with {num_containers} lists and objects; {max_bytes} bytes with "
             f"{_MAX_CONTAINERS} lists and objects are allowed."
         )
+    return decode_bounded(msgspec.json.Decoder, kind, data, what)
+
+
+def decode_bounded(make: Callable[[Any], Any], kind: type[_Struct], data: bytes | memoryview, what: str) -> _Struct:
+    """Decode a message whose size is known to be harmless.
+
+    Args:
+        make: Decoder class of msgspec.
+        kind: The expected type.
+        data: The message.
+        what: What the message is and where it comes from, for the error.
+
+    Raises:
+        WireError: The message does not match the type.
+    """
     try:
-        message: _Struct = decoder(msgspec.json.Decoder, kind).decode(data)
+        message: _Struct = decoder(make, kind).decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError(f"The {what} is malformed: {error}.") from error
     return message

@@ -43,7 +43,7 @@ def test_a_malformed_request_is_refused(place, value):
     """A request with a wrong field raises a WireError, and no other error."""
     fields = [*FIELDS[:place], value, *FIELDS[place + 1 :]]
     assert FetchSpec.decode(msgspec.msgpack.encode(FIELDS)) == FetchSpec(*FIELDS)
-    with pytest.raises(WireError, match="A request for batches is malformed"):
+    with pytest.raises(WireError, match="The request for batches is malformed"):
         FetchSpec.decode(msgspec.msgpack.encode(fields))
 
 
