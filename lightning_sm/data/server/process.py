@@ -6,8 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -19,7 +18,6 @@ from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.protocol import calls
-from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.message_codec import decode
 from lightning_sm.data.protocol.openings import OpeningsRequest
@@ -29,7 +27,7 @@ from lightning_sm.data.server.listener import Listener
 from lightning_sm.data.server.openings import Openings
 from lightning_sm.data.server.peers import TrustedPeers
 from lightning_sm.data.server.stream import FetchMethod
-from lightning_sm.data.server.worker_pool import Answer, Task, WorkerPool
+from lightning_sm.data.server.worker_pool import WorkerPool
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, WireError
 
@@ -69,7 +67,7 @@ class ServerProcess:
         self._snapshots = snapshots
         self._keeping = threading.Lock()
         self._openings = Openings(self._send, lambda digest: digest in self._snapshots, self._keep_workers)
-        self._fetch = FetchMethod(self._start)
+        self._fetch = FetchMethod(self._pool)
         self._figures: dict[str, RankFigures] = {}  # by trainer rank
         self._peers = TrustedPeers(settings)
         self._handlers = {
@@ -166,17 +164,6 @@ class ServerProcess:
         finally:
             os.close(fd)
         return b"{}"
-
-    def _start(self, client: object, encoded_spec: bytes, answer: Callable[[Answer], None]) -> Callable[[], None]:
-        """Queue a request for the workers, and return a function that cancels it.
-
-        Raises:
-            WireError: The request is malformed.
-        """
-        spec = FetchSpec.decode(encoded_spec)
-        task = Task(client, spec.opening, encoded_spec, answer, is_stream=not spec.indices)
-        self._pool.submit(task)
-        return partial(self._pool.cancel, task)
 
     def _heartbeat(self, request: bytes, context: Any) -> bytes:
         beat = _parse(calls.HeartbeatRequest, request, context)

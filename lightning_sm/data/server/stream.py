@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 from msgspec.structs import replace
 
 from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.frames import FrameKind, StepRangeHeader, frame, frames
 from lightning_sm.data.protocol.spec import CHUNK_BYTES, StreamEnd
-from lightning_sm.data.server.worker_pool import Answer, ServedRange
+from lightning_sm.data.server.worker_pool import Answer, ServedRange, Task, WorkerPool
 from lightning_sm.errors import WireError
 
 logger = logging.getLogger(__name__)
@@ -26,20 +27,16 @@ _MAX_TEXT = 1 << 20
 # Answers that are ready at the same time share a message of up to this size: a message costs more than a small batch.
 _MAX_SHARED_MESSAGE_BYTES = 256 << 10
 
-# Starts answering a request (an encoded ``FetchSpec``), and returns a function that cancels the request. Clients (the
-# first argument) take turns. Raises WireError if the request is malformed.
-Start: TypeAlias = Callable[[object, bytes, Callable[[Answer], None]], Callable[[], None]]
-
 
 class FetchMethod:
     """The streams of all connected ranks.
 
     Args:
-        start: Starts answering a request.
+        pool: The workers that answer the requests.
     """
 
-    def __init__(self, start: Start) -> None:
-        self._start = start
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
         self._streams: set[_RankStream] = set()
 
     def close(self) -> None:
@@ -49,7 +46,7 @@ class FetchMethod:
 
     def serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Answer a rank's requests until it cancels the call."""
-        stream = _RankStream(self._start)
+        stream = _RankStream(self._pool)
         self._streams.add(stream)
         context.add_callback(stream.close)
         reader = threading.Thread(target=_read, args=(requests, stream), name="requests", daemon=True)
@@ -78,11 +75,11 @@ def _read(requests: Iterator[bytes], stream: _RankStream) -> None:
 class _RankStream:
     """One trainer rank's requests to this host, and the answers that have not been sent."""
 
-    def __init__(self, start: Start) -> None:
-        self._start = start
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
         self._answers: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # a request may be answered while it is being started, in the same thread
-        self._cancels: dict[int, Callable[[], None]] = {}
+        self._tasks: dict[int, Task] = {}
         self._is_closed = False
 
     def receive(self, request_id: int, kind: int, payload: memoryview) -> None:
@@ -90,15 +87,19 @@ class _RankStream:
             self._submit(request_id, bytes(payload))
         elif kind == FrameKind.CANCEL:
             with self._lock:
-                cancel = self._cancels.pop(request_id, lambda: None)
-            cancel()
+                task = self._tasks.pop(request_id, None)
+            if task is not None:
+                self._pool.cancel(task)
         else:
             raise WireError(f"a frame of kind {kind}")
 
     def _submit(self, request_id: int, encoded_spec: bytes) -> None:
-        with self._lock:  # so that an immediate answer is not sent before ``_cancels`` has the request
+        spec = FetchSpec.decode(encoded_spec)
+        task = Task(self, spec.opening, encoded_spec, partial(self._put, request_id), is_stream=not spec.indices)
+        with self._lock:  # so that ``close`` cancels the task
             if not self._is_closed:
-                self._cancels[request_id] = self._start(self, encoded_spec, partial(self._put, request_id))
+                self._tasks[request_id] = task
+                self._pool.submit(task)
 
     def _put(self, request_id: int, answer: Answer) -> None:
         with self._lock:
@@ -114,10 +115,10 @@ class _RankStream:
             if self._is_closed:
                 return
             self._is_closed = True
-            cancels = list(self._cancels.values())
-            self._cancels.clear()
-        for cancel in cancels:
-            cancel()
+            tasks = list(self._tasks.values())
+            self._tasks.clear()
+        for task in tasks:
+            self._pool.cancel(task)
         self._answers.put(None)
 
     def messages(self) -> Iterator[bytes]:
@@ -146,7 +147,7 @@ class _RankStream:
 
     def _encode(self, request_id: int, answer: Answer) -> Iterator[bytes]:
         with self._lock:
-            is_wanted = self._cancels.pop(request_id, None) is not None
+            is_wanted = self._tasks.pop(request_id, None) is not None
         if isinstance(answer, StreamEnd):
             yield frame(request_id, FrameKind.ENDED, value=answer.num_batches)
             return
