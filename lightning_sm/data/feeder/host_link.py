@@ -88,7 +88,6 @@ class HostLink:
         self._owner = owner
         self._credentials = credentials
         self._channel = GrpcChannel(address, credentials)
-        self._has_joined = False
         self._openings: dict[str, Opening] = {}
         self._told: list[Opening] = []  # what the host was last asked to keep open
         self._open_sources: set[str] = set()
@@ -115,11 +114,6 @@ class HostLink:
         """Name of the host, with its address."""
         name = self.report.name if self.report is not None else ""
         return f"{name} ({self.address})" if name and name != self.address else self.address
-
-    def join(self) -> None:
-        """Use the host as soon as it answers, so that it can take over from lost hosts."""
-        self._has_joined = True
-        self._nudge.set()
 
     def want_source(self, opening: Opening) -> None:
         """Open a source on the host, now and after every reconnect."""
@@ -180,8 +174,7 @@ class HostLink:
                     answer = self._channel.unary("Heartbeat", request.encode(), _HEARTBEAT_TIMEOUT_S)
                     self.report = HostReport.parse(answer)
                 self._num_silent = 0
-                if self._has_joined:
-                    self._come_up()
+                self._come_up()
                 self._open_wanted_sources()
             except CallError as error:
                 self._call_failed(error)

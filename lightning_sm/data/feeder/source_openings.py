@@ -44,8 +44,6 @@ class SourceOpenings:
     def open(self, opening: Opening) -> None:
         """Open a source on its data hosts."""
         self._wanted[opening.name] = opening
-        for link in self._links.values():
-            link.join()
         for link in self._links_for(opening):
             link.want_source(opening)
 

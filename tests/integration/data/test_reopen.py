@@ -64,7 +64,6 @@ def test_a_host_that_comes_back_opens_what_is_in_use_and_not_what_was():
     with ports, contextlib.ExitStack() as stack:
         stack.callback(link.finish)
         with host.serving(where=address):
-            link.join()
             for number in range(5):
                 link.want_source(Opening(f"source {number}", "x"))
             for number in (0, 2, 4):

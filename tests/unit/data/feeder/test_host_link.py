@@ -37,14 +37,21 @@ class SlowHost:
         self.taken.append(is_last)
         return HostReport("algo-3", workers=1, busy=0, queued=0).encode()
 
+    def open(self, name, receiver, requests):
+        """Open no stream: no batch is requested."""
+
     def close(self):
         """Do nothing: no connection is open."""
 
 
 class Owner:
-    """A rank that has measured nothing."""
+    """A rank that has measured nothing, and requests nothing."""
 
     figures = None
+    link_frame = link_piece = print
+
+    def link_up(self, link):
+        """Request nothing."""
 
 
 def test_a_host_takes_no_heartbeat_after_the_end_of_a_training(monkeypatch):

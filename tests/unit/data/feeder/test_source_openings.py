@@ -28,9 +28,6 @@ class Link:
         self.state = LinkState.UP
         self.wanted = []
 
-    def join(self):
-        """Do nothing: the test sets the state."""
-
     def want_source(self, opening):
         """Open a source."""
         self.wanted.append(opening.name)
