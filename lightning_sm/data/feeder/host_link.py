@@ -8,13 +8,13 @@ import os
 import random
 import threading
 import time
-from enum import Enum
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from lightning_sm.data.feeder.scheduler import Liveness
 from lightning_sm.data.protocol.calls import HeartbeatRequest, HostReport, LoadRequest
 from lightning_sm.data.protocol.frames import FrameReader
 from lightning_sm.data.protocol.grpc_call import Call
@@ -53,16 +53,6 @@ _LARGE_SNAPSHOT_BYTES = 256_000_000
 _CONFIRM_S = 3.0
 
 
-class LinkState(Enum):
-    """The state of a connection."""
-
-    CONNECTING = "not reached yet, or lost"
-    OPENING = "reached, but still receiving a dataset"
-    UP = "connected"
-    SILENT = "connected, but not answering heartbeats"
-    REFUSED = "will never serve this rank"
-
-
 class HostLink:
     """A data host, as seen from a trainer rank.
 
@@ -74,8 +64,8 @@ class HostLink:
 
     Attributes:
         report: The last answer to a heartbeat.
-        state: State of the connection.
-        detail: Why the link is not UP, for messages.
+        state: State of the connection: SUSPECT if the host is connected, but does not answer heartbeats.
+        detail: Why the link is not UP, or what the host lacks before it can build batches, for messages.
         num_lost: How often the connection was lost.
     """
 
@@ -83,7 +73,7 @@ class HostLink:
         self.address = address
         self.report: HostReport | None = None
         self.num_lost = 0
-        self._set_state(LinkState.CONNECTING, "not connected yet")
+        self._set_state(Liveness.DOWN, "not connected yet")
         self._client = client
         self._owner = owner
         self._credentials = credentials
@@ -157,7 +147,7 @@ class HostLink:
         self._break_stream()
         self._channel.close()
 
-    def _set_state(self, state: LinkState, detail: str) -> None:
+    def _set_state(self, state: Liveness, detail: str) -> None:
         self.state = state
         self.detail = detail
 
@@ -196,7 +186,7 @@ class HostLink:
         self._num_silent += is_silent
         is_tolerated = self._stream is not None and is_silent and self._num_silent < _MAX_SILENT
         if not self._closed.is_set() and not is_tolerated:
-            state = LinkState.SILENT if is_silent else LinkState.CONNECTING
+            state = Liveness.SUSPECT if is_silent else Liveness.DOWN
             self._lose(state, str(error) + (f"; {self._diagnosis}" if self._diagnosis else ""))
             if not was_reached and not isinstance(error.__cause__, ConnectionRefusedError):
                 self._diagnose()
@@ -243,13 +233,13 @@ class HostLink:
         for digest in digests:
             snapshot = self._owner.snapshot(digest)
             if snapshot is None:
-                self._set_state(LinkState.OPENING, "the dataset it needs has been closed")
+                self.detail = "the dataset it needs has been closed"
                 return
             self._send_snapshot(digest, *snapshot)
         self._nudge.set()
 
     def _send_snapshot(self, digest: str, fd: int, num_bytes: int) -> None:
-        self._set_state(LinkState.OPENING, f"receiving a dataset ({num_bytes / 1e6:.0f} MB)")
+        self.detail = f"receiving a dataset ({num_bytes / 1e6:.0f} MB)"
         began = time.monotonic()
         try:
             with mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory:
@@ -273,11 +263,11 @@ class HostLink:
             is_new = self._stream is None
             if is_new:
                 self._start_stream()
-            self._set_state(LinkState.UP, "")
+            self._set_state(Liveness.UP, "")
             if is_new:
                 self._owner.link_up(self)
 
-    def _lose(self, state: LinkState, detail: str) -> None:
+    def _lose(self, state: Liveness, detail: str) -> None:
         """Treat the host as lost until it answers again."""
         with self._notifying:
             was_up = self._break_stream()
@@ -313,7 +303,7 @@ class HostLink:
             self._call_failed(error)
         with self._notifying:
             if stream is self._stream and not self._closed.is_set():
-                self._lose(LinkState.CONNECTING, "the data host closed the stream" if error is None else str(error))
+                self._lose(Liveness.DOWN, "the data host closed the stream" if error is None else str(error))
 
     def _break_stream(self) -> bool:
         """Close the stream, and return whether one was open."""
@@ -331,7 +321,7 @@ class HostLink:
         self._refuse(WireError(f"data host {self.name}: {error}"))
 
     def _refuse(self, error: DataServiceError) -> None:
-        self._set_state(LinkState.REFUSED, str(error))
+        self._set_state(Liveness.DOWN, str(error))
         self._owner.fail(None, error)
 
 

@@ -14,9 +14,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from lightning_sm.data.feeder.host_link import HostLink, LinkState
+from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.feeder.iterator_buffer import InFlightRange, IteratorBuffer
-from lightning_sm.data.feeder.scheduler import Retry, Scheduler, StepRequest
+from lightning_sm.data.feeder.scheduler import Liveness, Retry, Scheduler, StepRequest
 from lightning_sm.data.feeder.source_openings import SourceOpenings
 from lightning_sm.data.feeder.status import RETRIES, explain, host_snapshot, pass_snapshot, rank_figures
 from lightning_sm.data.ipc import feeder_messages as kinds
@@ -222,7 +222,7 @@ class Feeder:
     def link_lost(self, link: HostLink) -> None:
         """Move the host's requests to other hosts."""
         with self._lock:
-            self._cancel(self._scheduler.host_lost(link.address, is_silent=link.state is LinkState.SILENT))
+            self._cancel(self._scheduler.host_lost(link.address, is_silent=link.state is Liveness.SUSPECT))
         self._send_requests()
 
     def snapshot(self, digest: str) -> tuple[int, int] | None:

@@ -6,7 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from lightning_sm.data.feeder.host_link import HostLink, LinkState
+from lightning_sm.data.feeder.host_link import HostLink
+from lightning_sm.data.feeder.scheduler import Liveness
 from lightning_sm.data.ipc.feeder_messages import SourceOpened
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.failures import Failure, error_class, first_line
@@ -67,17 +68,17 @@ class SourceOpenings:
             now: The current time on a monotonic clock.
         """
         links = self._links
-        up = [link for link in links.values() if link.state is LinkState.UP]
+        ready = [link for link in links.values() if link.state is Liveness.UP and not link.detail]
         self._down_since = {
             address: self._down_since.get(address, now)
             for address, link in links.items()
-            if link.state not in (LinkState.UP, LinkState.OPENING) and address in self._stream_hosts.values()
+            if link.state is not Liveness.UP and address in self._stream_hosts.values()
         }
         late = [address for address, since in self._down_since.items() if now - since >= _LATE_S]
         for name, address in list(self._stream_hosts.items()):
-            if address in late and up:
+            if address in late and ready:
                 num_streams = Counter(self._stream_hosts.values())
-                target = min(up, key=lambda link: num_streams[link.address])
+                target = min(ready, key=lambda link: num_streams[link.address])
                 links[address].release_source(name)
                 self._stream_hosts[name] = target.address
                 target.want_source(self._wanted[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from lightning_sm.data.feeder.host_link import LinkState
+from lightning_sm.data.feeder.scheduler import Liveness
 from lightning_sm.data.feeder.source_openings import SourceOpenings
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.openings import CallResult, Opening, StreamWorker
@@ -25,7 +25,8 @@ class Link:
 
     def __init__(self, address):
         self.address = self.name = address
-        self.state = LinkState.UP
+        self.state = Liveness.UP
+        self.detail = ""
         self.wanted = []
 
     def want_source(self, opening):
@@ -102,28 +103,39 @@ def test_the_streams_of_a_lost_host_go_to_others(sources, links):
     """The streams of a lost host move to the hosts with the fewest; if no other host is up, they wait."""
     for number in range(4):
         sources.open(stream(number))
-    links["a"].state = LinkState.CONNECTING
+    links["a"].state = Liveness.DOWN
     sources.tick(100.0)
     sources.tick(102.0)
     assert wanted(links) == [[], ["0/1", "0/0"], ["0/2", "0/3"]]
-    links["b"].state = LinkState.SILENT
+    links["b"].state = Liveness.SUSPECT
     sources.tick(103.0)
     sources.tick(105.0)
-    links["c"].state = LinkState.SILENT
+    links["c"].state = Liveness.SUSPECT
     sources.tick(106.0)
     sources.tick(109.0)
     assert wanted(links) == [[], [], ["0/2", "0/3", "0/0", "0/1"]]
 
 
+def test_streams_go_to_no_host_that_receives_a_dataset(sources, links):
+    """Streams of a lost host go to hosts that can start at once, and stay on a host that receives a dataset."""
+    for number in range(3):
+        sources.open(stream(number))
+    links["a"].state = Liveness.DOWN
+    links["b"].detail = "receiving a dataset (7 MB)"
+    sources.tick(100.0)
+    sources.tick(102.0)
+    assert wanted(links) == [[], ["0/1"], ["0/2", "0/0"]]
+
+
 def test_streams_stay_on_a_host_that_comes_up_soon(sources, links):
     """Streams stay on a host that comes up within 2 s, because it may be starting or restarting."""
-    links["a"].state = LinkState.CONNECTING
+    links["a"].state = Liveness.DOWN
     sources.open(stream(0))
     sources.tick(100.0)
     sources.tick(101.9)
-    links["a"].state = LinkState.UP
+    links["a"].state = Liveness.UP
     sources.tick(101.95)
-    links["a"].state = LinkState.CONNECTING
+    links["a"].state = Liveness.DOWN
     sources.tick(102.0)
     assert wanted(links) == [["0/0"], [], []]
     sources.tick(104.0)
