@@ -132,7 +132,7 @@ class _Reducer:
     def reduce(self, obj: Any) -> Any:
         """Return the reduced value of an object, or ``NotImplemented`` to leave it to pickle."""
         if type(obj) is torch.Tensor:
-            if _is_plain(obj):
+            if is_plain(obj):
                 return self._reduce_tensor(obj)
             return _reduce_sparse(obj) if obj.layout in _SPARSE_LAYOUTS and not obj.requires_grad else NotImplemented
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
@@ -204,7 +204,7 @@ class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is just a view of bytes."""
     return (
         tensor.device.type == "cpu"

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_sm._lightning import LightningModule, Trainer
-from lightning_sm.data.batch.serialization import NUMPY_DTYPES
+from lightning_sm.data.batch.serialization import NUMPY_DTYPES, is_plain
 from lightning_sm.data.host.snapshot import ALIGNMENT, NUMBER
 from lightning_sm.data.host.stand_ins import Parts
 from lightning_sm.data.host.trainer_view import TrainerView
@@ -255,7 +255,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return _on_cpu(tensor).__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch's
         if tensor.is_shared():  # type: ignore[no-untyped-call]  # torch's
             _warn_of_shared_memory()
-        if _is_plain_tensor(tensor):
+        is_simple = type(tensor) is torch.Tensor and is_plain(tensor)
+        if is_simple and tensor.is_contiguous() and tensor.dtype in NUMPY_DTYPES:
             return torch.from_numpy, (tensor.numpy(),)  # NumPy pickles its memory out of band
         return None
 
@@ -307,18 +308,6 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
         copied.requires_grad_(tensor.requires_grad)
     vars(copied).update(vars(tensor))
     return copied
-
-
-def _is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Return whether a NumPy array can represent everything about a tensor."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and tensor.dtype in NUMPY_DTYPES
-        and tensor.is_contiguous()
-        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or vars(tensor))
-    )
 
 
 def _main_name(obj: Any) -> str | None:
