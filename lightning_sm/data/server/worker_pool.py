@@ -207,9 +207,7 @@ class WorkerPool:
         """
         with self._lock:
             self._live = live
-            gone = [task for queue in self._queues.values() for task in queue if task.opening not in live]
-            for task in gone:
-                self._queues[task.client].remove(task)
+            gone = self._remove_tasks(lambda task: task.opening not in live)
             for other in list(self._workers.values()):
                 if other.opening not in live:
                     other.state = _WorkerState.RETIRED
@@ -234,7 +232,10 @@ class WorkerPool:
                 task = self._next_task([worker])
             error = "WorkerNotStarted" if worker.state is _WorkerState.STARTING else "WorkerLost"
             worker.task = None
-            moved = self._take_tasks_of_stream(worker)
+            # Trainers request the waiting tasks of a stream again, after the one that was lost with the worker. If they
+            # stayed queued, the new worker might get them first: it would read the stream up to a later batch, then
+            # again from the start for the lost batch.
+            moved = self._remove_tasks(lambda other: other.is_stream and other.opening == worker.opening)
             del self._workers[worker_id]
             self._disconnect(worker)
             worker.close()
@@ -315,20 +316,12 @@ class WorkerPool:
                 del self._queues[client]
         return None
 
-    def _take_tasks_of_stream(self, worker: _Worker) -> list[Task]:
-        """Remove and return the tasks that are waiting for a lost stream worker.
-
-        Trainers request these tasks again, after the one that was lost with the worker. If they stayed queued, the new
-        worker might get them first: it would read the stream up to a later batch, then again from the start for the
-        lost batch.
-        """
-        taken: list[Task] = []
-        for queue in self._queues.values():
-            for task in list(queue):
-                if task.is_stream and task.opening == worker.opening:
-                    queue.remove(task)
-                    taken.append(task)
-        return taken
+    def _remove_tasks(self, is_unwanted: Callable[[Task], bool]) -> list[Task]:
+        """Remove and return the waiting tasks for which a function returns true."""
+        removed = [task for queue in self._queues.values() for task in queue if is_unwanted(task)]
+        for task in removed:
+            self._queues[task.client].remove(task)
+        return removed
 
     # The pool's thread
 
