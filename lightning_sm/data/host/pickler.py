@@ -195,14 +195,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     # be pickled.
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({type(torch.classes): _reduce_module})
 
-    def __init__(
-        self,
-        file: io.BytesIO,
-        buffers: list[pickle.PickleBuffer],
-        *,
-        by_name: bool,
-        keeps_arguments: bool = False,
-    ) -> None:
+    # Whether to keep the arguments of loaders that Lightning has recorded.
+    _keeps_arguments = False
+
+    def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], *, by_name: bool) -> None:
         def takes_in_band(buffer: pickle.PickleBuffer) -> bool:
             if buffer.raw().nbytes < _MIN_OUT_OF_BAND_BYTES:
                 return True
@@ -211,7 +207,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
         super().__init__(file, protocol=5, buffer_callback=takes_in_band)
         self._is_by_name = by_name
-        self._keeps_arguments = keeps_arguments
 
     def reducer_override(self, obj: Any) -> Any:
         """Return the reduced value of an object that is not a builtin."""
@@ -264,11 +259,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 class _PartsPickler(_Pickler):
     """A pickler that leaves parts on this host."""
 
-    def __init__(
-        self, parts: Parts, file: io.BytesIO, buffers: list[pickle.PickleBuffer], *args: Any, **kwargs: Any
-    ) -> None:
-        # Keep the arguments that Lightning has recorded, from which it recreates some loaders on the trainers.
-        super().__init__(file, buffers, *args, keeps_arguments=True, **kwargs)
+    _keeps_arguments = True  # Lightning recreates some loaders from them on the trainers
+
+    def __init__(self, parts: Parts, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._parts = parts
 
     def persistent_id(self, obj: Any) -> Any:
