@@ -126,7 +126,7 @@ LIGHTNING = [
 JSONARGPARSE = {"_action_groups", "_actions", "_group_actions", "_links_group", "_skip_validation"}
 # Private names of other packages in the same files.
 OF_OTHERS = {
-    "data/host/source.py": {"_DatasetKind", "_auto_collation", "_dataset_kind"},  # torch's DataLoader
+    "data/host/source.py": {"_auto_collation"},  # torch's DataLoader
     "data/host/source_builder.py": {
         "_DatasetKind",
         "_exit",
