@@ -25,7 +25,7 @@ def warm(latencies, *, num_credits=1, **options):
         for request in requests:
             assert scheduler.completed(request.request_id, now + latencies[request.host]) is not None
         now += latencies[requests[-1].host]
-        scheduler.advance(1, scheduler.passes()[0].waiting_for)
+        scheduler.advance(1, scheduler.passes(now)[0].waiting_for)
     scheduler.close_pass(1)
     for host in latencies:
         scheduler.host_up(host, num_credits)
@@ -50,3 +50,10 @@ def asked(requests):
 def host_status(scheduler, name):
     """Return the status of one host."""
     return next(host for host in scheduler.hosts() if host.host == name)
+
+
+def step_counts(scheduler, pass_id=1):
+    """Return how many steps of a pass are TODO in its window, in flight, and ready."""
+    current = scheduler._passes[pass_id]
+    todo = [step_range for step_range in current.todo if step_range.first < current.limit]
+    return tuple(sum(each.num_steps for each in ranges) for ranges in (todo, current.in_flight, current.ready.values()))

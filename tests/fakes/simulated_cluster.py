@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lightning_sm.data.feeder.scheduler import HEDGE_BUDGET, HEDGE_BURST, Liveness, Scheduler
-from tests.fakes.schedulers import NO_END
+from tests.fakes.schedulers import NO_END, step_counts
 
 
 @dataclass
@@ -220,17 +220,17 @@ class Cluster:
 
     def _check(self, wakeup):
         hosts = self.scheduler.hosts()
-        passes = self.scheduler.passes()
+        steps = {pass_id: step_counts(self.scheduler, pass_id) for pass_id in self.consumers}
         num_live = dict.fromkeys(self.machines, 0)
         for request in self.live.values():
             num_live[request.host] += 1
         for host in hosts:
             assert host.num_in_flight == num_live[host.host] <= host.num_credits
             assert host.num_in_flight == 0 or host.state is Liveness.UP
-        for status in passes:
-            consumer = self.consumers[status.pass_id]
-            assert status.num_in_flight + status.num_ready <= consumer.window
-            assert status.num_ready == len(consumer.ready)
+        for consumer, status in zip(self.consumers.values(), self.scheduler.passes(self.now), strict=True):
+            _, num_in_flight, num_ready = steps[consumer.pass_id]
+            assert num_in_flight + num_ready <= consumer.window
+            assert num_ready == status.ready == len(consumer.ready)
             assert status.waiting_for not in consumer.ready
         num_hedges = sum(host.num_hedges for host in hosts)
         num_completed = sum(host.num_completed for host in hosts)
@@ -240,5 +240,5 @@ class Cluster:
         # The budget limits work, not requests, and cheap batches allow more hedges; hence the factor 2.
         assert num_hedges <= burst + 2 * HEDGE_BUDGET * num_completed + num_stuck
         can_send = any(host.state is Liveness.UP and host.num_in_flight < host.num_credits for host in hosts)
-        if can_send and any(status.num_todo for status in passes):
+        if can_send and any(num_todo for num_todo, _, _ in steps.values()):
             assert self.live or wakeup is not None, "deadlock"

@@ -18,7 +18,7 @@ from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.feeder.iterator_buffer import InFlightRange, IteratorBuffer
 from lightning_sm.data.feeder.scheduler import Liveness, Retry, Scheduler, StepRequest
 from lightning_sm.data.feeder.source_openings import SourceOpenings
-from lightning_sm.data.feeder.status import RETRIES, explain, host_snapshot, pass_snapshot, rank_figures
+from lightning_sm.data.feeder.status import RETRIES, explain, host_snapshot, rank_figures
 from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
@@ -201,10 +201,9 @@ class Feeder:
             self._notify(message)
 
     def _snapshot(self) -> kinds.FeederSnapshot:
-        now = time.monotonic()
         with self._lock:
             known = {status.host: status for status in self._scheduler.hosts()}
-            passes = [pass_snapshot(status, now) for status in self._scheduler.passes()]
+            passes = self._scheduler.passes(time.monotonic())
             transfers = dict(self._transfers)
         hosts = [host_snapshot(link, known.get(address), transfers[address]) for address, link in self._links.items()]
         return kinds.FeederSnapshot(hosts, passes, rank_figures(self._links.values()))

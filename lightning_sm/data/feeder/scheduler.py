@@ -22,6 +22,8 @@ from enum import Enum
 from itertools import count, takewhile
 from typing import NamedTuple
 
+from lightning_sm.data.ipc.feeder_messages import PassSnapshot
+
 # Frames carry request ids in 32 bits. At 10,000 requests per second, ids wrap around after five days.
 _NUM_REQUEST_IDS = 1 << 32
 
@@ -151,18 +153,6 @@ class HostStatus:
     num_completed: int = 0
     num_retries: int = 0
     num_hedges: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PassStatus:
-    """The status of a pass: the step its consumer waits for, the requests for that step, and step counts by state."""
-
-    pass_id: int
-    waiting_for: int
-    requests: tuple[StepRequest, ...]
-    num_todo: int
-    num_in_flight: int
-    num_ready: int
 
 
 @dataclass(slots=True)
@@ -594,22 +584,15 @@ class Scheduler:
         """Return the status of all hosts, for messages and metrics."""
         return [copy.copy(host) for host in self._hosts.values()]
 
-    def passes(self) -> list[PassStatus]:
-        """Return the status of all open passes, for messages and metrics."""
-        return [self._status(current) for current in self._passes.values()]
+    def passes(self, now: float) -> list[PassSnapshot]:
+        """Return the status of all open passes, for messages."""
+        return [self._status(current, now) for current in self._passes.values()]
 
-    def _status(self, current: _ScheduledPass) -> PassStatus:
-        waiting_for = current.waiting_for
-        in_flight = current.in_flight.items()
+    def _status(self, current: _ScheduledPass, now: float) -> PassSnapshot:
+        waiting_for, in_flight = current.waiting_for, current.in_flight.items()
         requests = [request for step_range, sent in in_flight if step_range.first == waiting_for for request in sent]
-        return PassStatus(
-            current.pass_id,
-            waiting_for=waiting_for,
-            requests=tuple(requests),
-            num_todo=sum(step_range.num_steps for step_range in current.todo if step_range.first < current.limit),
-            num_in_flight=sum(step_range.num_steps for step_range in current.in_flight),
-            num_ready=sum(step_range.num_steps for step_range in current.ready.values()),
-        )
+        num_ready = sum(step_range.num_steps for step_range in current.ready.values())
+        return PassSnapshot(waiting_for, [(request.host, now - request.sent_at) for request in requests], num_ready)
 
     # Requests
 

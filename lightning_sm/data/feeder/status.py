@@ -1,4 +1,4 @@
-"""Descriptions of hosts, passes and failures for the training process. Pure functions."""
+"""Descriptions of hosts and failures for the training process. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from lightning_sm.data.feeder.host_link import HostLink
-from lightning_sm.data.feeder.scheduler import FailureDecision, HostStatus, PassStatus, Retry
-from lightning_sm.data.ipc.feeder_messages import HostSnapshot, PassSnapshot
+from lightning_sm.data.feeder.scheduler import FailureDecision, HostStatus, Retry
+from lightning_sm.data.ipc.feeder_messages import HostSnapshot
 from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.failures import LOST_WORKERS, USER_ERRORS, error_class
 from lightning_sm.data.protocol.figures import RankFigures
@@ -88,9 +88,3 @@ def rank_figures(links: Iterable[HostLink]) -> dict[str, RankFigures]:
             if rank not in latest or figures.num_batches > latest[rank].num_batches:
                 latest[rank] = figures
     return latest
-
-
-def pass_snapshot(status: PassStatus, now: float) -> PassSnapshot:
-    """Describe a pass."""
-    requested = [(request.host, now - request.sent_at) for request in status.requests]
-    return PassSnapshot(status.waiting_for, requested, status.num_ready, status.num_in_flight)

@@ -208,13 +208,11 @@ class PassSnapshot(Struct, frozen=True):
         waiting_for: The step that the consumer needs next.
         requested: The data hosts from which that step was requested, and how many seconds ago.
         ready: Number of buffered batches.
-        in_flight: Number of batches in flight.
     """
 
     waiting_for: int
     requested: list[tuple[str, float]]
     ready: int
-    in_flight: int
 
 
 class FeederSnapshot(Message, frozen=True):

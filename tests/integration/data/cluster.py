@@ -17,7 +17,7 @@ from pytorch_lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lightning_sm.data.host.data_host import DataHost
-from lightning_sm.data.ipc.feeder_messages import HostSnapshot
+from lightning_sm.data.ipc.feeder_messages import FeederSnapshot, HostSnapshot
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from tests.integration.data.datasets import HOST_VARIABLE, Data, stream_hash
@@ -160,6 +160,11 @@ def remote(
 def states(module: LightningDataModule) -> list[HostSnapshot]:
     """Return the feeder's view of each host, once a loader of the DataModule is read."""
     return module._connection.feeder.snapshot().hosts
+
+
+def num_in_flight(snapshot: FeederSnapshot) -> int:
+    """Return the number of requests that no host has answered yet."""
+    return sum(host.in_flight for host in snapshot.hosts)
 
 
 def begin(module: LightningDataModule, loader: DataLoader[Any] | None = None) -> Iterator[Any]:

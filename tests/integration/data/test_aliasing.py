@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tests.integration.data.cluster import remote, seeded, undisturbed
+from tests.integration.data.cluster import num_in_flight, remote, seeded, undisturbed
 from tests.integration.data.datasets import Augmented, stream_hash
 from tests.integration.emulators import until
 
@@ -125,8 +125,9 @@ def settled(module, loader, least):
 
     def is_settled():
         # Right after a batch is read, the next one is not requested yet.
-        (known,) = feeder.snapshot().passes
-        return not known.in_flight and known.ready >= least
+        snapshot = feeder.snapshot()
+        (known,) = snapshot.passes
+        return not num_in_flight(snapshot) and known.ready >= least
 
     until(is_settled, f"{least} batches are ahead", 60.0)
     return stream, feeder.snapshot().passes[0].ready

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tests.integration.data.cluster import remote
+from tests.integration.data.cluster import num_in_flight, remote
 from tests.integration.emulators import until
 
 pytestmark = pytest.mark.processes
@@ -63,7 +63,7 @@ def test_bytes_are_bounded_from_the_first_request(pool):
         batches = iter(module.train_dataloader())
         next(batches)
         feeder = module._connection.feeder
-        until(lambda: feeder.snapshot().passes[0].in_flight == 0, "what was asked for has come", TIMEOUT_S)
+        until(lambda: num_in_flight(feeder.snapshot()) == 0, "what was asked for has come", TIMEOUT_S)
         assert feeder.snapshot().passes[0].ready <= 2
         assert memory_of_rings() - before <= 3.5 * NUM_BYTES
         assert len(list(batches)) == 7

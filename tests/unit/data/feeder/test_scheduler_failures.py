@@ -116,7 +116,7 @@ def test_hopeless_failure_is_fatal_at_once():
     scheduler.next_requests(0.0)
     assert scheduler.failed(0, 1.0, retry=Retry.NEVER, reason="not authorised").failures == ("not authorised",)
     assert asked(scheduler.next_requests(1.0)) == [("a", 2)]
-    assert scheduler.passes()[0].waiting_for == 0
+    assert scheduler.passes(1.0)[0].waiting_for == 0
 
 
 def test_failure_of_a_request_no_longer_needed_is_ignored():
@@ -162,7 +162,7 @@ def test_a_failed_range_is_requested_again_step_by_step(retry):
     assert scheduler.failed(requests[1].request_id, 11.0, retry=Retry.NEVER, reason="step 5").failures == ("step 5",)
     assert scheduler.completed(requests[0].request_id, 11.0) is not None
     scheduler.advance(1, 5)
-    assert scheduler.passes()[0].waiting_for == 5
+    assert scheduler.passes(11.0)[0].waiting_for == 5
 
 
 def test_a_range_whose_host_was_lost_is_requested_as_a_whole():

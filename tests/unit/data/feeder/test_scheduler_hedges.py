@@ -6,7 +6,7 @@ import pytest
 
 from lightning_sm.data.feeder import scheduler as scheduler_module
 from lightning_sm.data.feeder.scheduler import Retry
-from tests.fakes.schedulers import NO_END, asked, host_status, make, warm
+from tests.fakes.schedulers import NO_END, asked, host_status, make, step_counts, warm
 
 
 def hedged():
@@ -28,7 +28,7 @@ def test_late_request_is_sent_to_another_host():
     scheduler, now, first, hedge = hedged()
     assert (hedge.host, hedge.first_step, hedge.is_hedge) == ("b", first.first_step, True)
     assert host_status(scheduler, "a").num_hedges == 1
-    assert scheduler.passes()[0].requests == (first, hedge)
+    assert scheduler.passes(now)[0].requested == [(first.host, 3.0), (hedge.host, 0.0)]
     assert scheduler.next_requests(now + 100.0) == []
     assert scheduler.next_wakeup(now + 100.0) is None
 
@@ -47,8 +47,8 @@ def test_failure_of_one_of_two_leaves_the_other(loser):
     """While the duplicate of a failed request is in flight, the step is not requested again."""
     scheduler, now, *pair = hedged()
     assert not scheduler.failed(pair[loser].request_id, now, retry=Retry.ELSEWHERE).is_fatal
-    assert scheduler.passes()[0].requests == (pair[1 - loser],)
-    assert scheduler.passes()[0].num_todo == 0
+    assert [host for host, _ in scheduler.passes(now)[0].requested] == [pair[1 - loser].host]
+    assert step_counts(scheduler, 2)[0] == 0
     decision = scheduler.failed(pair[1 - loser].request_id, now, retry=Retry.NEVER)
     assert (decision.is_fatal, decision.cancel) == (True, ())
 
@@ -166,7 +166,7 @@ def test_hedges_cost_a_part_of_the_work():
                 superfluous = scheduler.completed(request.request_id, now, cost_s)
                 work_s += cost_s
                 hedged_s += cost_s * len(superfluous)
-        scheduler.advance(2, scheduler.passes()[0].waiting_for)
+        scheduler.advance(2, scheduler.passes(now)[0].waiting_for)
     assert hedged_s > 0
     assert hedged_s <= 0.05 * work_s + (4 + 4) * 10.0
 

@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 
 from lightning_sm.data.feeder.scheduler import Liveness, Retry, Scheduler, StepRange
-from tests.fakes.schedulers import NO_END, asked, host_status, make, warm
+from lightning_sm.data.ipc.feeder_messages import PassSnapshot
+from tests.fakes.schedulers import NO_END, asked, host_status, make, step_counts, warm
 
 
 def test_free_credits_take_the_oldest_steps_in_turn():
@@ -50,7 +51,7 @@ def test_position_cannot_pass_a_step_that_is_not_ready():
         scheduler.advance(1, 3)
     scheduler.advance(1, 1)
     scheduler.advance(1, 0)
-    assert scheduler.passes()[0].waiting_for == 1
+    assert scheduler.passes(1.0)[0].waiting_for == 1
 
 
 def test_resumed_pass_begins_where_it_was_left():
@@ -83,7 +84,7 @@ def test_late_unknown_and_closed_answers_are_refused():
     assert scheduler.completed(99, 1.0) is None
     assert asked(scheduler.close_pass(1)) == [("a", 1)]
     assert scheduler.completed(1, 2.0) is None
-    assert scheduler.passes() == []
+    assert scheduler.passes(2.0) == []
     assert host_status(scheduler, "a").num_in_flight == 0
 
 
@@ -93,8 +94,7 @@ def test_stop_found_later_cancels_what_is_beyond():
     scheduler.next_requests(0.0)
     scheduler.completed(2, 1.0)
     assert asked(scheduler.set_stop(1, 1)) == [("a", 1)]
-    status = scheduler.passes()[0]
-    assert (status.num_todo, status.num_in_flight, status.num_ready) == (0, 1, 0)
+    assert step_counts(scheduler) == (0, 1, 0)
     assert scheduler.next_requests(1.0) == []
     assert scheduler.completed(0, 2.0) is not None
 
@@ -124,8 +124,7 @@ def test_a_request_is_for_consecutive_steps():
     scheduler.advance(1, 2)
     assert [r.step_range for r in scheduler.next_requests(1.0)] == [StepRange(4, 4), StepRange(8, 3)]
     scheduler.completed(2, 1.0), scheduler.completed(3, 1.0), scheduler.completed(4, 1.0)
-    status = scheduler.passes()[0]
-    assert (status.waiting_for, status.num_ready, status.num_in_flight) == (8, 6, 3)
+    assert (scheduler.passes(1.0)[0].waiting_for, step_counts(scheduler)) == (8, (0, 3, 6))
     scheduler.advance(1, 8)
     scheduler.completed(5, 2.0)
     scheduler.advance(1, 11)
@@ -158,20 +157,19 @@ def test_what_is_left_of_the_window_is_no_range():
 
 
 def test_the_status_names_the_requests_for_the_step_that_the_consumer_waits_for():
-    """The status has the step that the consumer waits for, and its requests with their hosts and times."""
+    """The status has the step that the consumer waits for, and its requests with their hosts and ages."""
     scheduler = make("a", "b", num_credits=2, window=6)
     scheduler.next_requests(1.0)
     scheduler.completed(0, 2.5)
     scheduler.host_lost("b", is_silent=True)
-    status = scheduler.passes()[0]
-    assert (status.pass_id, status.waiting_for, status.requests) == (1, 1, ())
-    assert (status.num_todo, status.num_in_flight, status.num_ready) == (4, 1, 1)
+    assert scheduler.passes(2.5) == [PassSnapshot(waiting_for=1, requested=[], ready=1)]
+    assert step_counts(scheduler) == (4, 1, 1)
     first, second = scheduler.hosts()
     assert (first.host, first.state, first.slowness, first.num_completed) == ("a", Liveness.UP, 1.0, 1)
     assert (second.host, second.state) == ("b", Liveness.SUSPECT)
     (request,) = scheduler.next_requests(3.0)
     assert (request.host, request.first_step, request.sent_at) == ("a", 1, 3.0)
-    assert scheduler.passes()[0].requests == (request,)
+    assert scheduler.passes(3.5)[0].requested == [("a", 0.5)]
     assert first.num_in_flight == 1, "a status is a copy"
 
 
@@ -200,7 +198,7 @@ def test_a_step_at_the_end_of_a_pass_is_beyond_it():
     scheduler.next_requests(0.0)
     scheduler.completed(1, 1.0)
     assert asked(scheduler.set_stop(1, 1)) == [("a", 2)]
-    assert scheduler.passes()[0].num_ready == 0
+    assert scheduler.passes(1.0)[0].ready == 0
 
 
 def test_only_hosts_that_have_the_source_are_asked():

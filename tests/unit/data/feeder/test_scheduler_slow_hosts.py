@@ -38,9 +38,9 @@ def test_a_host_that_was_slow_once_comes_back():
     """After a while, a slow host gets one request as a probe, and a quick answer counts at once."""
     scheduler, now = slow_and_quick(num_credits=8)
     scheduler.open_pass(2, 0, 100, 3)
-    assert {host for host, _ in asked(scheduler.next_requests(now))} == {"a"}
-    for request in scheduler.passes()[0].requests:
-        scheduler.completed(request.request_id, now + 1.0)
+    requests = scheduler.next_requests(now)
+    assert {request.host for request in requests} == {"a"}
+    scheduler.completed(requests[0].request_id, now + 1.0)
     scheduler.advance(2, 1)
     wakeup = scheduler.next_wakeup(now + 1.0)
     later = now + 10 * 9.0 * 2.5
@@ -98,8 +98,9 @@ def test_pause_of_the_consumer_does_not_count_as_pace():
     """A long validation or checkpoint between two answers does not make a slow host look quick enough."""
     scheduler, now = slow_and_quick(num_credits=1)
     scheduler.open_pass(2, 0, 100, 3)
-    assert asked(scheduler.next_requests(now + 5.0)) == [("a", 0)]
-    scheduler.completed(scheduler.passes()[0].requests[0].request_id, now + 6.0)
+    (request,) = scheduler.next_requests(now + 5.0)
+    assert asked([request]) == [("a", 0)]
+    scheduler.completed(request.request_id, now + 6.0)
     assert asked(scheduler.next_requests(now + 6.0)) == [("a", 1)]
 
 
