@@ -200,27 +200,17 @@ class _Latencies:
     """The latencies of one loader's requests. Loaders differ: validation batches may be much cheaper."""
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
-    in_order: list[float] = field(default_factory=list)
+    median_s: float = 0.0
     work_s: float = 0.0  # moving average
 
     @property
-    def median_s(self) -> float:
-        return self.in_order[(len(self.in_order) - 1) // 2] if self.in_order else 0.0
-
-    @property
     def is_known(self) -> bool:
-        return len(self.in_order) >= _NUM_SAMPLES_TO_HEDGE
-
-    def forget(self) -> None:
-        self.recent.clear()
-        self.in_order.clear()
+        return len(self.recent) >= _NUM_SAMPLES_TO_HEDGE
 
     def add(self, latency_s: float, work_s: float) -> None:
-        if len(self.recent) == _NUM_RECENT:
-            del self.in_order[bisect_left(self.in_order, self.recent[0])]
         self.recent.append(latency_s)
-        insort(self.in_order, latency_s)
-        self.work_s += max(_WEIGHT, 1 / len(self.in_order)) * (work_s - self.work_s)
+        self.median_s = sorted(self.recent)[(len(self.recent) - 1) // 2]
+        self.work_s += max(_WEIGHT, 1 / len(self.recent)) * (work_s - self.work_s)
 
 
 class _StepFailure(NamedTuple):
@@ -644,7 +634,7 @@ class Scheduler:
         if slownesses and slownesses[(len(slownesses) - 1) // 2] > _SLOW_FACTOR:
             # The loader's batches have become costlier. Until the median reflects that, all hosts would count as slow
             # and stay idle, so start a new median.
-            pace.forget()
+            pace.recent.clear()
             pace.add(latency_s, work_s)
             for each in self._up:
                 each.slowness = 1.0
