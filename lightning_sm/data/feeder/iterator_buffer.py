@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from lightning_sm.data.feeder.scheduler import StepRange
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, StartIterator
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.frames import StepRangeHeader
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
@@ -185,15 +185,9 @@ class IteratorBuffer:
         request, slot = self.request, self.free.pop()
         self.in_flight[request_id] = InFlightRange(step_range, slot, self._ring.slot(slot))
         steps = range(step_range.first, step_range.stop)
-        return FetchSpec(
-            request.opening,
-            request.rank,
-            request.world_size,
-            request.seed,
-            request.first + step_range.first,
-            step_range.num_steps,
-            [] if request.is_stream else [self._indices[step] for step in steps],
-        ).encode()
+        indices = [] if request.is_stream else [self._indices[step] for step in steps]
+        first = request.fetch.first + step_range.first
+        return replace(request.fetch, first=first, num_batches=step_range.num_steps, indices=indices).encode()
 
     def drop(self, request_id: int) -> None:
         """Forget a request if it is in flight. Its slot is freed once no piece is being written to it."""
@@ -281,7 +275,7 @@ class IteratorBuffer:
         """
         if not self.request.is_stream:
             raise WireError("only streams have an end")
-        self.stop_step = min(self.stop_step, max(0, end - self.request.first))
+        self.stop_step = min(self.stop_step, max(0, end - self.request.fetch.first))
         self.drop(request_id)
 
     # Delivery

@@ -135,7 +135,7 @@ class Feeder:
                 loader=request.loader,
                 known=buffer.known,
                 may_hedge=not request.is_stream,  # a second host would read the stream from its beginning
-                can_take=lambda host: self._links[host].has_source(request.opening),
+                can_take=lambda host: self._links[host].has_source(request.fetch.opening),
             )
             self._deliver(buffer)
         self._send_requests()
@@ -334,11 +334,12 @@ class Feeder:
     def _request_failed(self, buffer: IteratorBuffer, request: StepRequest, failure: Failure) -> None:
         link = self._links[request.host]
         if failure.error == "NotOpen":
-            if not self._openings.is_wanted(buffer.request.opening):  # the iterator is about to be closed
+            opening = buffer.request.fetch.opening
+            if not self._openings.is_wanted(opening):  # the iterator is about to be closed
                 self._scheduler.failed(request.request_id, time.monotonic(), retry=Retry.ELSEWHERE)
                 buffer.drop(request.request_id)
                 return
-            link.reopen_source(buffer.request.opening)
+            link.reopen_source(opening)
         if request.step_range.num_steps == 1:
             steps = f"batch of step {request.first_step}"
         else:

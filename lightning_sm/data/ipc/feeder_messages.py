@@ -6,6 +6,7 @@ from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import HeartbeatRequest
 from lightning_sm.data.protocol.failures import error_class
+from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
 from lightning_sm.data.protocol.frames import EncodedBatch
 from lightning_sm.data.protocol.openings import Opening
@@ -68,13 +69,9 @@ class StartIterator(Message, frozen=True):
     Attributes:
         pass_id: Unique number of the iterator.
         loader: Name of the loader, for messages.
-        opening: Name of the source's opening.
         source: Digest of the source.
         is_stream: Whether the iterator is over a worker of a stream.
-        first: Number of the first batch. All batches before it were read in an earlier run.
-        rank: This rank.
-        world_size: Number of ranks.
-        seed: Base of the random states of the pass; for a stream, the number of the pass.
+        fetch: A request for the first batch, without its indices. All batches before it were read in an earlier run.
         ring: Number of the ring for the batches.
         window_batches: Limit on requests in flight or buffered.
         is_window_fixed: Whether ``window_batches`` also limits the batches; a request may ask for several.
@@ -83,13 +80,9 @@ class StartIterator(Message, frozen=True):
 
     pass_id: int
     loader: str
-    opening: str
     source: str
     is_stream: bool
-    first: int
-    rank: int
-    world_size: int
-    seed: int
+    fetch: FetchSpec
     ring: int
     window_batches: int
     is_window_fixed: bool

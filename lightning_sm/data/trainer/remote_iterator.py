@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, StartIterator
+from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.openings import Opening, StreamWorker
 from lightning_sm.data.trainer.feeder_client import FeederClient
@@ -154,13 +155,9 @@ class _FeederPass:
             partial(
                 StartIterator,
                 loader=source.name,
-                opening=opening.name,
                 source=opening.source,
                 is_stream=is_stream,
-                first=first,
-                rank=source.rank,
-                world_size=source.world_size,
-                seed=seed,
+                fetch=FetchSpec(opening.name, source.rank, source.world_size, seed, first, num_batches=1, indices=[]),
                 ring=self._ring.number,
                 window_batches=window_batches,
                 is_window_fixed=settings.window_batches is not None,
