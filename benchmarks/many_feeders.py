@@ -209,7 +209,7 @@ class Feeders:
     @property
     def pids(self) -> list[int]:
         """Process ids."""
-        return [client.pid for client in self._clients]
+        return [client._process.pid for client in self._clients]
 
     def links(self) -> Iterator[tuple[str, HostSnapshot]]:
         """Yield, for each link, the name of the rank and its feeder's snapshot of the data host."""
@@ -221,7 +221,7 @@ class Feeders:
         """Kill all feeders, because so many could not disconnect from the data hosts at once."""
         for client in self._clients:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(client.pid, signal.SIGKILL)
+                os.kill(client._process.pid, signal.SIGKILL)
         for client in self._clients:
             client.close()
 

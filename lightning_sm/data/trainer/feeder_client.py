@@ -242,11 +242,6 @@ class FeederClient:
             self._process.kill()
             self._process.wait()
 
-    @property
-    def pid(self) -> int:
-        """The feeder's process id."""
-        return self._process.pid
-
     def _send(self, message: Message) -> None:
         try:
             self._socket.send(message)

@@ -212,7 +212,7 @@ def _train(make: Callable[[], Any], address: str | None, pids: Path) -> None:
         other = os.fork() if own is None else own.main.pid
         if other:
             written = pids.with_suffix(".part")
-            written.write_text(f"{module._connection.feeder.pid} {other}")
+            written.write_text(f"{module._connection.feeder._process.pid} {other}")
             written.rename(pids)
         time.sleep(TIMEOUT_S)
         os._exit(0)

@@ -135,7 +135,7 @@ def settled(module, loader, least):
 
 def ring_bytes(module):
     """Return the memory of all loaders' slots in bytes."""
-    folder = Path(f"/proc/{module._connection.feeder.pid}/fd")
+    folder = Path(f"/proc/{module._connection.feeder._process.pid}/fd")
     rings = {
         file.stat().st_ino: file.stat() for file in folder.iterdir() if "memfd:lightning_sm" in str(file.readlink())
     }

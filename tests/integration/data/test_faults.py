@@ -259,7 +259,7 @@ def hang_and_close(scene: Scene) -> None:
 
 def kill_feeder(scene: Scene) -> None:
     """Kill the feeder of this rank."""
-    os.kill(scene.module._connection.feeder.pid, signal.SIGKILL)
+    os.kill(scene.module._connection.feeder._process.pid, signal.SIGKILL)
 
 
 def break_a_disk(scene: Scene) -> None:
@@ -766,7 +766,7 @@ def fail_to_train(job):
 def vanish(job):
     """Kill the feeder, as when the trainer host vanishes: no last heartbeat reaches the data host."""
     module = job.connected()
-    os.kill(module._connection.feeder.pid, signal.SIGKILL)
+    os.kill(module._connection.feeder._process.pid, signal.SIGKILL)
     module.close()
 
 
@@ -807,7 +807,7 @@ def stop_gently_and_kill_the_server(job):
     module = job.connected()
     (server,) = [child for child in job.main.children() if "lightning_sm.data.server.process" in child.cmdline()]
     job.main.send_signal(GENTLE_SIGNAL)
-    os.kill(module._connection.feeder.pid, signal.SIGKILL)
+    os.kill(module._connection.feeder._process.pid, signal.SIGKILL)
     server.kill()
     job.end()
     module.close()
