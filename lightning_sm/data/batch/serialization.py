@@ -10,6 +10,7 @@ import io
 import pickle
 import struct
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -170,12 +171,15 @@ def _reduce_sparse(tensor: torch.Tensor) -> Any:
 
     Torch's own value would keep every rebuilt tensor in memory until the next ``torch.load``, which checks them all.
     """
+    shape = tuple(tensor.shape)
     if tensor.layout is torch.sparse_coo:
-        return _coo_of, (tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced())
+        make = partial(torch.sparse_coo_tensor, check_invariants=False, is_coalesced=tensor.is_coalesced())
+        return make, (tensor._indices(), tensor._values(), shape)
     is_by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
     compressed = tensor.crow_indices() if is_by_row else tensor.ccol_indices()
     plain = tensor.col_indices() if is_by_row else tensor.row_indices()
-    return _compressed_of, (compressed, plain, tensor.values(), tuple(tensor.shape), tensor.layout)
+    make = partial(torch.sparse_compressed_tensor, layout=tensor.layout, check_invariants=False)
+    return make, (compressed, plain, tensor.values(), shape)
 
 
 class _BatchPickler(pickle.Pickler):
@@ -230,18 +234,4 @@ def _tensor_of(
     # Make a view: with deterministic algorithms, torch.empty() fills new memory, which not every dtype supports.
     new: Any = torch.empty(0, dtype=torch.uint8).view(dtype)
     tensor: torch.Tensor = new.set_(_storage_of(array), offset, shape, stride)
-    return tensor
-
-
-def _coo_of(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], is_coalesced: bool) -> torch.Tensor:
-    make: Any = torch.sparse_coo_tensor
-    tensor: torch.Tensor = make(indices, values, shape, check_invariants=False, is_coalesced=is_coalesced)
-    return tensor
-
-
-def _compressed_of(
-    compressed: torch.Tensor, plain: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], layout: torch.layout
-) -> torch.Tensor:
-    make: Any = torch.sparse_compressed_tensor
-    tensor: torch.Tensor = make(compressed, plain, values, shape, layout=layout, check_invariants=False)
     return tensor
