@@ -1,4 +1,7 @@
-"""A DataModule whose hooks run on the data hosts (``hooks: data``); trainers get loaders without datasets."""
+"""DataModules whose loaders have their workers on data hosts, and whose hooks run there, too, with ``hooks: data``.
+
+With ``hooks: data``, trainers get loaders without datasets.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import copyreg
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from lightning_sm._lightning import LightningDataModule
+from torch.utils._pytree import tree_map
+
+from lightning_sm._lightning import CombinedLoader, LightningDataModule
 from lightning_sm._random_state import RandomState
 from lightning_sm._unlisted import UnlistedDataModule
 from lightning_sm.data.host.hook_call import (
@@ -26,6 +31,7 @@ from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.feeder_client import FeederClient
+from lightning_sm.data.trainer.remote_loader import LoaderSource, remote_loader
 from lightning_sm.data.trainer.same_name import named_as
 
 _STAGES = ("train", "val", "test", "predict")
@@ -34,8 +40,8 @@ _STAGES = ("train", "val", "test", "predict")
 # call is included, because iterators may still read its loaders.
 _NUM_KEPT = 2
 
-# Attributes that this module and ``RemoteDataModule`` add to the user's DataModule.
-OURS = ("_host_hooks", "_connection")
+# Attributes that this module adds to the user's DataModule.
+_OURS = ("_host_hooks", "_connection")
 
 _TO_DATA_HOSTS = (
     "With data_service.hooks=data, rank 0's DataModule is pickled for the data hosts before prepare_data(). Create "
@@ -50,55 +56,81 @@ def run_hooks_on_data_hosts(datamodule: LightningDataModule, connection: Service
         datamodule: The DataModule, which is changed in place.
         connection: The connection to the data hosts.
     """
-    if isinstance(datamodule, _HasHooksOnDataHosts):
-        datamodule._host_hooks.connection = connection
-        return
-    own = type(datamodule)
-    hooks = loader_hooks(own, _hook)
-    if not hooks:  # from LightningDataModule.from_datasets, whose datasets are already in this process
-        return
-    datamodule.__class__ = named_as(own, _HasHooksOnDataHosts, own, **hooks, _own_class=own)
-    vars(datamodule)["_host_hooks"] = _HostHooks(datamodule, connection)
+    # A DataModule from LightningDataModule.from_datasets has none: its datasets are already in this process.
+    if _loader_hooks(type(datamodule)):
+        vars(datamodule).setdefault("_host_hooks", _HostHooks(datamodule))
+        fetch_with(_HasHooksOnDataHosts, datamodule, connection, run_hooks_on_data_hosts)
 
 
-def loader_hooks(own: type[LightningDataModule], make: Callable[[str], Any]) -> dict[str, Any]:
-    """Return a replacement for each ``*_dataloader`` hook that the user's class defines, by the hook's name.
-
-    The replacements belong in a class, because Lightning looks up hooks on the class.
+def fetch_with(mixin: type, datamodule: LightningDataModule, connection: ServiceConnection, again: Any) -> None:
+    """Give a DataModule a connection, and its class a mixin and hooks that return remote loaders.
 
     Args:
-        own: The user's class.
-        make: Returns the replacement for the hook with a given name.
+        mixin: The mixin, a ``FetchingDataModule``.
+        datamodule: The DataModule, which is changed in place.
+        connection: The connection to the data hosts.
+        again: Changes a copy of the DataModule in the same way, given the copy and a connection.
     """
+    vars(datamodule)["_connection"] = connection
+    own = type(datamodule)
+    if issubclass(own, mixin):  # changed before, perhaps with another connection
+        return
+    hooks = {name: _hook(own, name) for name in _loader_hooks(own)}
+    users_class = own._users_class if issubclass(own, FetchingDataModule) else own
+    datamodule.__class__ = named_as(own, mixin, own, **hooks, _users_class=users_class, _again=again)
+
+
+def _loader_hooks(own: type[LightningDataModule]) -> list[str]:
+    """Return the names of the ``*_dataloader`` hooks that a DataModule's class defines."""
     names = [f"{stage}_dataloader" for stage in _STAGES]
     # A script can turn a hook off by setting it to None.
-    return {name: make(name) for name in names if getattr(own, name) not in (None, getattr(LightningDataModule, name))}
+    return [name for name in names if getattr(own, name) not in (None, getattr(LightningDataModule, name))]
 
 
-def users_class(cls: type) -> type:
-    """Return the user's class if ``cls`` stands in for one, else ``cls``."""
-    return cls._own_class if issubclass(cls, _HasHooksOnDataHosts) else cls
+class FetchingDataModule(UnlistedDataModule):
+    """A mixin for loaders with workers on data hosts; it precedes the user's class in the MRO."""
+
+    _users_class: type[LightningDataModule]
+    _again: Any
+    _connection: ServiceConnection
+    _host_hooks: Any = None  # a ``_HostHooks``, if hooks run on data hosts
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the user's DataModule: alone for data hosts, or with the connection for a new process."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, arguments, *rest = reduced
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle's default, which needs this class
+            function, arguments = object.__new__, arguments[:1]
+        own = tuple(self._users_class if argument is type(self) else argument for argument in arguments)
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {name: value for name, value in rest[0].items() if name not in _OURS}
+        if self._host_hooks is not None and self._host_hooks.travels:
+            return (function, own, *rest)
+        return (_rebuild, (type(self)._again, self._connection, function, own), *rest)
 
 
-class _HasHooksOnDataHosts(UnlistedDataModule):
-    """A mixin that runs hooks on data hosts; it precedes the user's class in the MRO."""
+def _rebuild(again: Any, connection: ServiceConnection, function: Any, arguments: tuple[Any, ...]) -> Any:
+    datamodule = function(*arguments)
+    again(datamodule, connection)
+    return datamodule
 
-    _own_class: type[LightningDataModule]
-    _host_hooks: _HostHooks
+
+class _HasHooksOnDataHosts(FetchingDataModule):
+    """A mixin that runs hooks on data hosts."""
 
     def prepare_data(self) -> None:
         """Do nothing: ``setup``, which all ranks call, has the data hosts run this hook."""
 
     def setup(self, stage: str) -> None:
         """Have the data hosts run ``prepare_data`` and ``setup``."""
-        own = self._own_class
+        own = self._users_class
         if own.prepare_data is not LightningDataModule.prepare_data:
             self._host_hooks.call("prepare_data", stage, is_alone=not self.prepare_data_per_node)
         self._host_hooks.call("setup", stage, stage=stage)
 
     def teardown(self, stage: str) -> None:
         """Have the data hosts run ``teardown``."""
-        if self._own_class.teardown is not LightningDataModule.teardown:
+        if self._users_class.teardown is not LightningDataModule.teardown:
             self._host_hooks.call("teardown", stage, stage=stage)
 
     def __getattr__(self, name: str) -> Any:
@@ -106,33 +138,14 @@ class _HasHooksOnDataHosts(UnlistedDataModule):
         hooks = vars(self).get("_host_hooks")
         if hooks is not None and name in hooks.missing:
             raise AttributeError(
-                f"{self._own_class.__name__}.{name} was set on the data hosts, which run the hooks "
+                f"{self._users_class.__name__}.{name} was set on the data hosts, which run the hooks "
                 "(data_service.hooks), and was not copied to the trainers, which get only the lengths of datasets and "
                 f"other values of at most 64 KB. {REMEDIES}"
             )
         own: Any = super()
         if hasattr(own, "__getattr__"):
             return own.__getattr__(name)
-        raise AttributeError(f"{self._own_class.__name__!r} object has no attribute {name!r}")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the user's DataModule: alone for data hosts, or with the connection for a new process."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        function, arguments, *rest = reduced
-        if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle's default, which needs this class
-            function = object.__new__
-        own = tuple(self._own_class if argument is type(self) else argument for argument in arguments)
-        if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name not in OURS}
-        if self._host_hooks.travels:
-            return (function, own, *rest)
-        return (_rebuild, (self._host_hooks.connection, function, own), *rest)
-
-
-def _rebuild(connection: ServiceConnection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    datamodule = function(*arguments)
-    run_hooks_on_data_hosts(datamodule, connection)
-    return datamodule
+        raise AttributeError(f"{self._users_class.__name__!r} object has no attribute {name!r}")
 
 
 @dataclass
@@ -163,15 +176,13 @@ class _HostHooks:
 
     Args:
         datamodule: The DataModule.
-        connection: The connection to the data hosts.
 
     Attributes:
         missing: Names of the attributes that are not copied to trainers.
         travels: Whether the DataModule is being pickled for data hosts.
     """
 
-    def __init__(self, datamodule: LightningDataModule, connection: ServiceConnection) -> None:
-        self.connection = connection
+    def __init__(self, datamodule: LightningDataModule) -> None:
         self.missing: frozenset[str] = frozenset()
         self.travels = False
         self._datamodule: Any = datamodule
@@ -180,6 +191,11 @@ class _HostHooks:
         self._feeder: FeederClient | None = None  # used by the last call
         self._calls: list[_OpenCall] = []  # open calls, in order
         self._num_calls = 0
+
+    @property
+    def connection(self) -> ServiceConnection:
+        """The connection to the data hosts."""
+        return cast(ServiceConnection, self._datamodule._connection)
 
     def call(self, hook: str, key: object, *, is_alone: bool = False, **arguments: Any) -> Any:
         """Have the data hosts run a hook, and return the result; all ranks must call this.
@@ -251,7 +267,7 @@ class _HostHooks:
                 named={
                     f"{type(datamodule).__name__}.{name}": value
                     for name, value in (changed or vars(datamodule)).items()
-                    if name not in OURS
+                    if name not in _OURS
                 },
                 advice=_TO_DATA_HOSTS,
             )
@@ -309,7 +325,7 @@ class _HostHooks:
         return result.returned
 
     def _attributes(self) -> Attributes:
-        return Attributes(self._datamodule, (TRAINER, *OURS), by_name=self.connection.is_of_job)
+        return Attributes(self._datamodule, (TRAINER, *_OURS), by_name=self.connection.is_of_job)
 
     def _unpickled(self, call: _OpenCall, data: bytes) -> HookResult:
         datamodule, trainer = self._datamodule, self._datamodule.trainer
@@ -328,13 +344,26 @@ def _set_ranks(returned: Any, trainer: Any) -> None:
                 sampler.rank = trainer.global_rank
 
 
-def _hook(name: str) -> Callable[[_HasHooksOnDataHosts], Any]:
-    def hook(self: _HasHooksOnDataHosts) -> Any:
-        hooks, key = self._host_hooks, _reload(self.trainer)
-        return hooks.again(name, key) or hooks.call(name, key)
+def _hook(own: type[LightningDataModule], name: str) -> Callable[[FetchingDataModule], Any]:
+    def hook(self: FetchingDataModule) -> Any:
+        trainer, hooks = self.trainer, self._host_hooks
+        if hooks is None:
+            loaders = getattr(own, name)(self)
+        else:
+            key = _reload(trainer)
+            loaders = hooks.again(name, key) or hooks.call(name, key)
+        ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+
+        def remote(loader: Any) -> Any:
+            return remote_loader(loader, LoaderSource(self._connection, f"{name}()", *ranks, trainer))
+
+        if isinstance(loaders, CombinedLoader):
+            loaders.flattened = list(map(remote, loaders.flattened))
+            return loaders
+        return tree_map(remote, loaders)
 
     hook.__name__ = name
-    hook.__doc__ = f"Return the loaders that ``{name}`` returned on the data hosts."
+    hook.__doc__ = f"Return the loaders of the user's ``{name}``, with their workers on data hosts."
     return hook
 
 
