@@ -125,13 +125,14 @@ def unpickle_batch(structure: bytes, data: npt.NDArray[np.uint8]) -> Any:
 
 
 class _Reducer:
-    """A reducer that turns tensors and storages into NumPy arrays, which pickle out of band."""
+    """A mixin for picklers that turns tensors and storages into NumPy arrays, which pickle out of band."""
 
-    def __init__(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._arrays: dict[int, npt.NDArray[Any]] = {}  # whole storages, by address
 
-    def reduce(self, obj: Any) -> Any:
-        """Return the reduced value of an object, or ``NotImplemented`` to leave it to pickle."""
+    def reducer_override(self, obj: Any) -> Any:
+        """Return the reduced value of an object that is not a builtin, or ``NotImplemented`` to leave it to pickle."""
         if type(obj) is torch.Tensor:
             if is_plain(obj):
                 return self._reduce_tensor(obj)
@@ -182,30 +183,20 @@ def _reduce_sparse(tensor: torch.Tensor) -> Any:
     return make, (compressed, plain, tensor.values(), shape)
 
 
-class _BatchPickler(pickle.Pickler):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._reduce = _Reducer().reduce
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Return the reduced value of an object that is not a builtin."""
-        return self._reduce(obj)
+class _BatchPickler(_Reducer, pickle.Pickler):
+    """A pickler for batches whose classes have names."""
 
 
-class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type information
+class _ByValuePickler(_Reducer, cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type information
     """A pickler that sends classes back by value if they came by value, from a script that the data host has not run.
 
     The trainer gets its original classes back: cloudpickle tracks them by id.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._reduce = _Reducer().reduce
-
     def reducer_override(self, obj: Any) -> Any:
         """Return the reduced value of an object that is not a builtin."""
-        reduced = self._reduce(obj)
-        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+        reduced = super().reducer_override(obj)
+        return cloudpickle.Pickler.reducer_override(self, obj) if reduced is NotImplemented else reduced
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
