@@ -90,8 +90,7 @@ class LoaderSource:
         self.begins_at: IteratorPosition | None = None
         self._feeder: FeederClient | None = None
         self._slots: SlotPool | None = None
-        self._digest = ""
-        self._close: Callable[[], object] | None = None
+        self._close: Callable[[], object] = lambda: None
         self._is_pinned = False
         self._is_spawned = False
 
@@ -142,7 +141,7 @@ class LoaderSource:
         is_quiet = self.trainer is not None and self.trainer.local_rank != 0
         connection.open(self.rank, self.world_size, is_quiet=is_quiet)
         if self._feeder is not connection.feeder:  # the connection was reopened after an exception
-            self._feeder, self._slots, self._digest, self._close = connection.feeder, None, "", None
+            self._feeder, self._slots = connection.feeder, None
         self._is_pinned = loader.pin_memory and self.trainer is not None and not _copies_batches(self.trainer)
         source = WorkerSource.of(loader, self.name, self.trainer)
         self._is_spawned = source.is_spawned
@@ -181,11 +180,8 @@ class LoaderSource:
         """
         feeder, opening = self.connection.feeder, self.opening(pickled, pickled.digest)
         feeder.open_source(opening, pickled, owner)
-        if pickled.digest != self._digest:
-            close, self._close = self._close, feeder.open_source(opening, pickled, self)
-            self._digest = pickled.digest
-            if close is not None:
-                close()
+        close, self._close = self._close, feeder.open_source(opening, pickled, self)
+        close()
         self.wait(opening)
         return opening
 
