@@ -155,7 +155,7 @@ class Service:
     @property
     def feeder_pid(self) -> int:
         """Process id of the feeder, which the first iterator starts."""
-        return int(self.remote._connection.feeder._process.pid)
+        return int(self.remote._service_connection.feeder._process.pid)
 
     def server_pids(self) -> list[int]:
         """Return the ids of all processes of the data hosts."""

@@ -60,21 +60,21 @@ class RemoteDataModule(FetchingDataModule):
     def setup(self, stage: str) -> None:
         """Have the Trainer, if any, report on the data hosts, and run the user's ``setup``."""
         if self.trainer is not None:
-            use_data_hosts(self.trainer, self._connection)
+            use_data_hosts(self.trainer, self._service_connection)
         super().setup(stage)
 
     def teardown(self, stage: str) -> None:
         """Run the user's ``teardown``, and disconnect from the data hosts unless they belong to a job."""
         super().teardown(stage)
-        self._connection.end_run()
+        self._service_connection.end_run()
 
     def on_exception(self, exception: BaseException) -> None:
         """End the run, because Lightning does not call ``teardown`` after an exception."""
         try:
             super().on_exception(exception)
         finally:
-            self._connection.end_run()
+            self._service_connection.end_run()
 
     def close(self) -> None:
         """Disconnect from the data hosts."""
-        self._connection.close()
+        self._service_connection.close()

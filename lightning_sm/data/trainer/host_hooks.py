@@ -41,7 +41,7 @@ _STAGES = ("train", "val", "test", "predict")
 _NUM_KEPT = 2
 
 # Attributes that this module adds to the user's DataModule.
-_OURS = ("_host_hooks", "_connection")
+_OURS = ("_host_hooks", "_service_connection")
 
 _TO_DATA_HOSTS = (
     "With data_service.hooks=data, rank 0's DataModule is pickled for the data hosts before prepare_data(). Create "
@@ -71,7 +71,7 @@ def fetch_with(mixin: type, datamodule: LightningDataModule, connection: Service
         connection: The connection to the data hosts.
         again: Changes a copy of the DataModule in the same way, given the copy and a connection.
     """
-    vars(datamodule)["_connection"] = connection
+    vars(datamodule)["_service_connection"] = connection
     own = type(datamodule)
     if issubclass(own, mixin):  # changed before, perhaps with another connection
         return
@@ -92,7 +92,7 @@ class FetchingDataModule(UnlistedDataModule):
 
     _users_class: type[LightningDataModule]
     _again: Any
-    _connection: ServiceConnection
+    _service_connection: ServiceConnection
     _host_hooks: Any = None  # a ``_HostHooks``, if hooks run on data hosts
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -106,7 +106,7 @@ class FetchingDataModule(UnlistedDataModule):
             rest[0] = {name: value for name, value in rest[0].items() if name not in _OURS}
         if self._host_hooks is not None and self._host_hooks.travels:
             return (function, own, *rest)
-        return (_rebuild, (type(self)._again, self._connection, function, own), *rest)
+        return (_rebuild, (type(self)._again, self._service_connection, function, own), *rest)
 
 
 def _rebuild(again: Any, connection: ServiceConnection, function: Any, arguments: tuple[Any, ...]) -> Any:
@@ -195,7 +195,7 @@ class _HostHooks:
     @property
     def connection(self) -> ServiceConnection:
         """The connection to the data hosts."""
-        return cast(ServiceConnection, self._datamodule._connection)
+        return cast(ServiceConnection, self._datamodule._service_connection)
 
     def call(self, hook: str, key: object, *, is_alone: bool = False, **arguments: Any) -> Any:
         """Have the data hosts run a hook, and return the result; all ranks must call this.
@@ -355,7 +355,7 @@ def _hook(own: type[LightningDataModule], name: str) -> Callable[[FetchingDataMo
         ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
 
         def remote(loader: Any) -> Any:
-            return remote_loader(loader, LoaderSource(self._connection, f"{name}()", *ranks, trainer))
+            return remote_loader(loader, LoaderSource(self._service_connection, f"{name}()", *ranks, trainer))
 
         if isinstance(loaders, CombinedLoader):
             loaders.flattened = list(map(remote, loaders.flattened))

@@ -159,7 +159,7 @@ def remote(
 
 def states(module: LightningDataModule) -> list[HostSnapshot]:
     """Return the feeder's view of each host, once a loader of the DataModule is read."""
-    return module._connection.feeder.snapshot().hosts
+    return module._service_connection.feeder.snapshot().hosts
 
 
 def num_in_flight(snapshot: FeederSnapshot) -> int:

@@ -168,11 +168,16 @@ class Job:
 def _serve(env: dict[str, str], log: Path, settings: dict[str, Any]) -> None:
     """The last lines of a user's script, on a data host."""
     _redirect(log)
-    os.environ.clear()
-    os.environ.update(env)
+    _use(env)
     show_log_lines()
     job = SageMakerJob.from_environment()
     service.serve(job, Topology.from_job(job), DataServiceSettings(**settings))
+
+
+def _use(env: dict[str, str]) -> None:
+    # This process was forked from a server, whose variables are those of an earlier test.
+    os.environ.clear()
+    os.environ.update(env)
 
 
 def _redirect(log: Path) -> None:
@@ -192,7 +197,7 @@ def training_process(
         address: Address of the data host, with a forked child; None: the process starts a data host itself.
         pids: File for the ids of the processes.
     """
-    script = _FORKS.Process(target=_train, args=(make, address, pids))
+    script = _FORKS.Process(target=_train, args=({**os.environ}, make, address, pids))
     script.start()
     try:
         until(pids.exists, "the script trains", TIMEOUT_S)
@@ -204,7 +209,8 @@ def training_process(
         script.close()
 
 
-def _train(make: Callable[[], Any], address: str | None, pids: Path) -> None:
+def _train(env: dict[str, str], make: Callable[[], Any], address: str | None, pids: Path) -> None:
+    _use(env)
     with contextlib.ExitStack() as stack:
         own = None if address else stack.enter_context(running(Host("own")))[0]
         module = stack.enter_context(remote([own or address], Data(make)))
@@ -212,7 +218,7 @@ def _train(make: Callable[[], Any], address: str | None, pids: Path) -> None:
         other = os.fork() if own is None else own.main.pid
         if other:
             written = pids.with_suffix(".part")
-            written.write_text(f"{module._connection.feeder._process.pid} {other}")
+            written.write_text(f"{module._service_connection.feeder._process.pid} {other}")
             written.rename(pids)
         time.sleep(TIMEOUT_S)
         os._exit(0)

@@ -121,7 +121,7 @@ def settled(module, loader, least):
     stream = iter(loader)
     for _ in range(10):
         next(stream)
-    feeder = module._connection.feeder
+    feeder = module._service_connection.feeder
 
     def is_settled():
         # Right after a batch is read, the next one is not requested yet.
@@ -135,7 +135,7 @@ def settled(module, loader, least):
 
 def ring_bytes(module):
     """Return the memory of all loaders' slots in bytes."""
-    folder = Path(f"/proc/{module._connection.feeder._process.pid}/fd")
+    folder = Path(f"/proc/{module._service_connection.feeder._process.pid}/fd")
     rings = {
         file.stat().st_ino: file.stat() for file in folder.iterdir() if "memfd:lightning_sm" in str(file.readlink())
     }

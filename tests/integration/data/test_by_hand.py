@@ -127,7 +127,7 @@ def test_a_second_pass_costs_no_slot_of_the_first():
         begun = next(first)
         kept = list(loader)
         kept += list(loader)
-        state = module._connection.feeder.snapshot()
+        state = module._service_connection.feeder.snapshot()
         assert sorted(indices([begun, *first])) == list(range(24))
         assert sorted(indices(kept)) == sorted(2 * list(range(24)))
         assert [one.num_retries for one in state.hosts] == [0]

@@ -259,7 +259,7 @@ def hang_and_close(scene: Scene) -> None:
 
 def kill_feeder(scene: Scene) -> None:
     """Kill the feeder of this rank."""
-    os.kill(scene.module._connection.feeder._process.pid, signal.SIGKILL)
+    os.kill(scene.module._service_connection.feeder._process.pid, signal.SIGKILL)
 
 
 def break_a_disk(scene: Scene) -> None:
@@ -759,14 +759,14 @@ def fail_to_train(job):
     """Fail as a training does: the script may catch the exception and train again, until its process exits."""
     module = job.connected()
     module.on_exception(ValueError("loss is nan"))
-    assert module._connection.feeder.snapshot().hosts[0].state == "up"
+    assert module._service_connection.feeder.snapshot().hosts[0].state == "up"
     module.close()
 
 
 def vanish(job):
     """Kill the feeder, as when the trainer host vanishes: no last heartbeat reaches the data host."""
     module = job.connected()
-    os.kill(module._connection.feeder._process.pid, signal.SIGKILL)
+    os.kill(module._service_connection.feeder._process.pid, signal.SIGKILL)
     module.close()
 
 
@@ -807,7 +807,7 @@ def stop_gently_and_kill_the_server(job):
     module = job.connected()
     (server,) = [child for child in job.main.children() if "lightning_sm.data.server.process" in child.cmdline()]
     job.main.send_signal(GENTLE_SIGNAL)
-    os.kill(module._connection.feeder._process.pid, signal.SIGKILL)
+    os.kill(module._service_connection.feeder._process.pid, signal.SIGKILL)
     server.kill()
     job.end()
     module.close()

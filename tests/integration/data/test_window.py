@@ -62,7 +62,7 @@ def test_bytes_are_bounded_from_the_first_request(pool):
     with remote(pool.serve(lambda: DataLoader(Large(), batch_size=1)), window_bytes=2 * NUM_BYTES) as module:
         batches = iter(module.train_dataloader())
         next(batches)
-        feeder = module._connection.feeder
+        feeder = module._service_connection.feeder
         until(lambda: num_in_flight(feeder.snapshot()) == 0, "what was asked for has come", TIMEOUT_S)
         assert feeder.snapshot().passes[0].ready <= 2
         assert memory_of_rings() - before <= 3.5 * NUM_BYTES

@@ -75,7 +75,7 @@ def say_error(batches):
 
 
 def last_host(module):
-    return module._connection.feeder.snapshot().hosts[-1]
+    return module._service_connection.feeder.snapshot().hosts[-1]
 
 
 def wait_for(module, *states):

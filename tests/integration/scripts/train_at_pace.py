@@ -110,7 +110,7 @@ def main():
     folder, addresses = Path(sys.argv[1]), sys.argv[2:]
     show_log_lines()
     module = RemoteDataModule(Data(partial(make, folder)), addresses)
-    module._connection.closes_on_teardown = False
+    module._service_connection.closes_on_teardown = False
     is_main = os.environ.get("LOCAL_RANK", "0") == "0"
     for name, situation in SITUATIONS.items():
         if is_main:

@@ -251,7 +251,7 @@ class TestDataHosts:
         host.configure(WITH_DATA)
         assert RemoteDataModule(data) is data
         assert isinstance(data, RemoteDataModule)
-        assert data._connection.is_of_job
+        assert data._service_connection.is_of_job
         with pytest.raises(DataSettingsError, match="empty list of addresses"):
             RemoteDataModule(data, [])
 
