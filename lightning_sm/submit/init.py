@@ -16,7 +16,6 @@ from pathlib import Path
 from lightning_sm._log import command_logger
 from lightning_sm.errors import SubmitError
 from lightning_sm.job.new_file import write_new
-from lightning_sm.submit.training_job import MAX_NAME_CHARS
 
 _LOG = command_logger(__name__)
 
@@ -26,6 +25,8 @@ examples:
   lightning-sm submit job.yaml --dry-run     check it, once you have filled in each <...>
 
 exit codes: 0 the file was written, 2 it already exists, or there is no such script"""
+# The maximum length of ``name`` in a job file, as enforced by ``preflight``, whose imports ``--help`` does not need.
+_NAME_CHARS = 39
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +63,7 @@ def first_job_file(script: Path, file: Path, environment: Mapping[str, str]) -> 
     """
     if not script.is_file():
         raise SubmitError(f"There is no file {script}; expected the path of a training script.")
-    name = re.sub(r"[^a-zA-Z0-9]+", "-", script.stem)[:MAX_NAME_CHARS].strip("-")
+    name = re.sub(r"[^a-zA-Z0-9]+", "-", script.stem)[:_NAME_CHARS].strip("-")
     source_dir = os.path.relpath(script.absolute().parent, file.absolute().parent)
     template = resources.files(__package__).joinpath("first_job.yaml").read_text(encoding="utf-8")
     return template.format(
