@@ -61,6 +61,18 @@ def rows_of(batch: Any, rows: int, part: slice) -> Any:
     return apply_to_collection(batch, (Tensor, list, tuple), cut)
 
 
+def same_tensors(batch: Any) -> Any:
+    """Return a batch with the same tensors in new lists and mappings, which keep what a step takes out of its own."""
+    return apply_to_collection(batch, Tensor, lambda tensor: tensor)
+
+
+def versions_of(batch: Any) -> list[int]:
+    """Return torch's version of each tensor in a batch, which changes when the tensor is changed in place."""
+    versions: list[int] = []
+    apply_to_collection(batch, Tensor, lambda tensor: versions.append(tensor._version))
+    return versions
+
+
 def num_microbatches(rows: int, wanted: int) -> int:
     """Return the largest possible number of equal microbatches up to ``wanted``: schedules need equal shapes."""
     return max(number for number in range(1, min(rows, wanted) + 1) if rows % number == 0)

@@ -100,6 +100,11 @@ class UserSteps:
             result = self._with_network(call, f"{type(self._module).__name__}.{name}", step)
         return result if effects is None else effects.share(result)
 
+    def begin(self) -> None:
+        """Remember the module as it is before a training step, whose replays start from there."""
+        if self._replica.is_last:
+            self._before = self._copy(self._module)
+
     def check_inputs(self, inputs: tuple[Any, ...], rows: int, before: bytes) -> None:
         """Check the inputs that ``training_step`` passes to the network.
 
@@ -134,7 +139,7 @@ class UserSteps:
         Raises:
             StrategyError: ``training_step`` calls the network several times, or returns no loss.
         """
-        module = self._copy()
+        module = self._copy(self._before)
         result = self._with_network(lambda *_: output, self.where, lambda: module.training_step(*arguments))
         return loss_of(result, self.where)
 
@@ -174,18 +179,18 @@ class UserSteps:
             raise StrategyError(f"{where} does not call self.{self._name}(...), the network.")
         return result
 
-    def _copy(self) -> Any:
-        """Return a copy of the module, with the same network, for replays that log nothing and leave no trace.
+    def _copy(self, original: LightningModule) -> Any:
+        """Return a copy of a module, with the same network, for replays that log nothing and leave no trace.
 
         Buffers and metrics are copied, too: restoring them in place would break autograd if a loss depends on them.
         """
-        module: Any = object.__new__(type(self._module))
+        module: Any = object.__new__(type(original))
         attributes = vars(module)
-        for name, value in vars(self._module).items():
+        for name, value in vars(original).items():
             attributes[name] = copy.copy(value) if isinstance(value, _CONTAINERS) else value
         for spare in self._spares.values():
             spare.reset()
-        known = {**self._shared, **self._spares}
+        known = {**self._shared, **self._spares, **{id(spare): spare for spare in self._spares.values()}}
         for name in ("_modules", "_buffers"):
             attributes[name] = copy.deepcopy(attributes[name], known)
         attributes["log"] = attributes["print"] = _ignore

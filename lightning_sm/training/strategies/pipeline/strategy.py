@@ -36,7 +36,7 @@ from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
 from lightning_sm.training.strategies.pipeline.loss import LossKind, StepLoss, is_checked
 from lightning_sm.training.strategies.pipeline.placement import PlacementOrder, num_stages, replicas_of
 from lightning_sm.training.strategies.pipeline.random_state import random_state, stage_stream, take_random_state
-from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows
+from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows, same_tensors, versions_of
 from lightning_sm.training.strategies.pipeline.schedules import ScheduleName, ScheduleRunner
 from lightning_sm.training.strategies.pipeline.steps import UserSteps, loss_of
 from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tied
@@ -409,6 +409,8 @@ class PipelineParallelStrategy(DDPStrategy):
                 microbatches,
             )
         before = random_state()
+        batch = same_tensors(arguments)
+        versions = versions_of(batch)
         gradients = StepGradients(self._module)
 
         def forward(inputs: tuple[Any, ...]) -> Any:
@@ -419,7 +421,7 @@ class PipelineParallelStrategy(DDPStrategy):
                     pair = 2 * rows // microbatches
                     refuse_mixed_rows(self._stage, self._replica, [value[:pair] for value in inputs])
                 if self._replica.is_last:
-                    self._loss.begin(arguments, rows, microbatches, step=self._num_steps)
+                    self._loss.begin(batch, rows, microbatches, step=self._num_steps)
             with stage_stream(self._replica.position), gradients:
                 output = self._runner.step(inputs, microbatches)
             if self._outputs == "all":
@@ -429,8 +431,15 @@ class PipelineParallelStrategy(DDPStrategy):
             return output
 
         def step() -> Any:
+            self._steps.begin()
             result = self._module.training_step(*arguments)
             loss_of(result, self._steps.where)
+            if versions != versions_of(batch):
+                raise StrategyError(
+                    f"{self._steps.where} changes a tensor of its batch in place, but it runs again for each "
+                    "microbatch, with the changed tensor. Make a new tensor (x = x / 255 instead of x /= 255), or "
+                    "change the batch in on_after_batch_transfer, which runs once."
+                )
             return result
 
         with self.precision_plugin.train_step_context():

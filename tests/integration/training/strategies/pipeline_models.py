@@ -315,7 +315,7 @@ class _Counters(Classifier):
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         self.rows += len(batch[0])
         self.batches.append(batch_idx)
-        loss = super().training_step(batch, batch_idx) * (1 + self.mean.square().sum())
+        loss = super().training_step(batch, batch_idx) * (1 + self.mean.square().sum()) / len(self.batches)
         self.counted_behind += 1
         self.mean.mul_(0.9).add_(batch[0].mean(0), alpha=0.1)
         return loss
@@ -474,8 +474,8 @@ class _Fails(Classifier):
     """A model that does what a pipeline refuses, in its third batch or in validation.
 
     Args:
-        how: "skip": returns no loss; "draw": draws random numbers first; "trim": passes other shapes to the network;
-            "twice": calls the network twice in a validation step.
+        how: "skip": returns no loss; "draw": draws random numbers first; "change": changes the labels in place; "trim":
+            passes other shapes to the network; "twice": calls the network twice in a validation step.
     """
 
     def __init__(self, how: str) -> None:
@@ -486,6 +486,8 @@ class _Fails(Classifier):
         x, labels = batch
         if batch_idx == 2 and self.how == "draw":
             x = x + torch.rand(1)
+        if batch_idx == 2 and self.how == "change":
+            labels.clamp_(min=1)
         if batch_idx == 2 and self.how == "trim":
             x = x[:, None]
         logits = self.network(x).flatten(1)
@@ -590,6 +592,7 @@ LAYERS: dict[str, Any] = {
     "lbfgs": (_LBFGS, vectors),
     "skip": (partial(_Fails, "skip"), vectors),
     "draw": (partial(_Fails, "draw"), vectors),
+    "change": (partial(_Fails, "change"), vectors),
     "trim": (partial(_Fails, "trim"), vectors),
     "twice": (partial(_Fails, "twice"), vectors),
     "raw lstm in validation": (_RawLSTMInValidation, sequences),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,9 +57,12 @@ def labels_of(lengths: list[int]) -> Tensor:
 
 
 def steps_of(model: Model) -> UserSteps:
-    """The steps of a model without other ranks."""
-    others: Any = None
-    return UserSteps(model, Network(model, "network"), others, lambda *_: None, others, are_everywhere=True)
+    """The steps of a model without other ranks, within a step."""
+    replica: Any = SimpleNamespace(is_last=True)
+    group: Any = None
+    steps = UserSteps(model, Network(model, "network"), replica, lambda *_: None, group, are_everywhere=True)
+    steps.begin()
+    return steps
 
 
 def run(model: Model, output: Any, labels: Tensor, kind: str = "mean", microbatches: int = 4, step: int = 0) -> Any:

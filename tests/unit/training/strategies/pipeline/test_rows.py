@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows, rows_of
+from lightning_sm.training.strategies.pipeline.rows import (
+    num_microbatches,
+    num_rows,
+    rows_of,
+    same_tensors,
+    versions_of,
+)
 
 Pair = namedtuple("Pair", "x y")
 
@@ -70,6 +76,18 @@ def test_a_batch_without_rows_is_refused(batch, found):
     """A batch without tensors or with unequal ones is refused, and the error describes what was found."""
     with pytest.raises(StrategyError, match=found):
         num_rows(batch)
+
+
+def test_a_step_takes_nothing_out_of_the_kept_batch():
+    """A step may pop an entry of its batch; a tensor that it changes in place has another version."""
+    batch = {"x": torch.ones(2), "more": [torch.zeros(2)]}
+    kept = same_tensors(batch)
+    before = versions_of(kept)
+    changed = batch.pop("more")[0]
+    assert kept["more"][0] is changed
+    assert versions_of(kept) == before
+    changed.add_(1)
+    assert versions_of(kept) != before
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,9 @@ def steps_of(model: Model, is_last: bool = True, are_everywhere: bool = False) -
     everywhere = lambda *_: "evaluated"  # noqa: E731
     ranks: Any = Ranks(is_last)
     group: Any = "group"
-    return UserSteps(model, Network(model, "network"), ranks, everywhere, group, are_everywhere=are_everywhere)
+    steps = UserSteps(model, Network(model, "network"), ranks, everywhere, group, are_everywhere=are_everywhere)
+    steps.begin()
+    return steps
 
 
 def run(model: Model, forward: Callable[..., Any], is_last: bool = True, are_everywhere: bool = False) -> Any:
@@ -152,6 +154,30 @@ def test_what_a_step_keeps_is_that_of_the_whole_batch():
     assert (model.rows, seen, center.tolist(), model.last) == (6, [6], [1, 1, 1], "step")
     assert model.seen is seen
     assert model.center is center
+
+
+def test_a_replay_starts_from_the_module_as_it_was_before_the_step():
+    """What a step changes before it calls the network, its replays during the call do not change once more."""
+
+    def step(model, batch):
+        model.rows += 1
+        model.seen.append(1)
+        model.center.add_(1)
+        return (model.network(batch[0]) * model.center).sum() * model.rows * len(model.seen)
+
+    model = Model(step)
+    model.rows, model.seen = 0, []
+    model.register_buffer("center", torch.zeros(3))
+    steps = steps_of(model)
+    output = torch.randn(6, 3)
+    losses: list[Tensor] = []
+
+    def forward(_: Any) -> Tensor:
+        losses.extend(steps.loss((BATCH, 0), output) for _ in range(2))
+        return output
+
+    losses.append(steps.run("training_step", lambda: model.training_step(BATCH, 0), forward))
+    assert losses == [output.sum()] * 3
 
 
 @pytest.mark.parametrize(
