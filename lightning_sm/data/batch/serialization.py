@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_sm.data.batch.arena import Arena
+from lightning_sm.data.batch.script_classes import reduce_class
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError, WireError
 
 # An entry of the structure: the start and size of a part. The first entry is the pickle's, the others the buffers'.
@@ -188,15 +189,14 @@ class _BatchPickler(_Reducer, pickle.Pickler):
 
 
 class _ByValuePickler(_Reducer, cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type information
-    """A pickler that sends classes back by value if they came by value, from a script that the data host has not run.
-
-    The trainer gets its original classes back: cloudpickle tracks them by id.
-    """
+    """A pickler for batches with classes of a script that the data host has not run."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Return the reduced value of an object that is not a builtin."""
         reduced = super().reducer_override(obj)
-        return cloudpickle.Pickler.reducer_override(self, obj) if reduced is NotImplemented else reduced
+        if reduced is NotImplemented:
+            return reduce_class(obj) or cloudpickle.Pickler.reducer_override(self, obj)
+        return reduced
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -35,7 +35,8 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
     """
     if error in LOST_WORKERS:
         num_hidden = len(keys) - _NUM_SHOWN_KEYS
-        shown = f"{keys[:_NUM_SHOWN_KEYS]}" + (f" and {num_hidden} more" if num_hidden > 0 else "")
+        shown = f", at indices {keys[:_NUM_SHOWN_KEYS]}" if keys else ""  # batches of a stream have no indices
+        shown += f" and {num_hidden} more" if num_hidden > 0 else ""
         counts = Counter(decision.failures).items()
         lost = "; ".join(f"a worker {how}" + (f" ({number} times)" if number > 1 else "") for how, number in counts)
         if error == "WorkerNotStarted":
@@ -45,7 +46,7 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
             )
         return DataServiceError(
             f"Step {step} kills the data hosts' workers: {lost}. Look for samples that crash native code or use too "
-            f"much memory, at indices {shown}."
+            f"much memory{shown}."
         )
     return error_class(error)(decision.failures[-1])
 

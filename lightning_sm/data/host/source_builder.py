@@ -204,7 +204,7 @@ class StreamBuilder:
         if (spec.seed, spec.first) < (self._pass, self._num_built):
             # A batch was lost in transit, or user code has raised, and a stream cannot go back. Exit: a new process
             # starts over and skips ahead.
-            notes.set_text(f"the rewind of a stream to its batch {spec.first}")
+            notes.set_text(f"its own request, to start a stream over and skip to batch {spec.first}")
             os._exit(0)
         # A persistent worker starts a new pass here. A process that replaces another does not know how much of earlier
         # passes was read, so it reads none of them, and its random numbers differ.

@@ -174,6 +174,23 @@ def test_batches_of_many_types_arrive(pool):
     assert part[0] == -1
 
 
+def test_a_class_of_the_script_stays_as_the_script_has_made_it(pool):
+    """Batches bring no old class attributes back, and classes that data hosts got by value have slots there, too."""
+
+    class Sample:
+        __slots__ = ("value",)
+        num_read = 0
+
+        def __init__(self, value):
+            self.value = value
+
+    loader = DataLoader([Sample(number) for number in range(4)], batch_size=None, num_workers=1)
+    with remote(pool.serve(lambda: loader)) as module:
+        for number, sample in enumerate(module.train_dataloader()):
+            assert (type(sample), sample.value, Sample.num_read) == (Sample, number, number)
+            Sample.num_read += 1
+
+
 def test_what_cannot_be_pickled_is_named(pool):
     """The error names the path of the attribute that cannot be pickled, and a remedy."""
     dataset = Rows()

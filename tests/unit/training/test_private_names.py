@@ -148,7 +148,7 @@ OF_OTHERS = {
     "training/rank_barrier.py": {"_get_default_store"},  # torch
     "training/strategies/pipeline/step_effects.py": {"_forward_cache"},  # torchmetrics
     "training/strategies/pipeline/layers.py": {"_reset_parameters"},  # torch
-    "training/strategies/pipeline/rows.py": {"_fields"},  # named tuples
+    "training/strategies/pipeline/rows.py": {"_fields", "_version"},  # named tuples; torch
 }
 
 

@@ -226,7 +226,7 @@ def test_a_tensor_arrives_where_algorithms_are_deterministic(name):
 
 
 def test_objects_of_a_class_that_has_no_name_arrive():
-    """Classes of a script that only the trainer has run arrive by value, and are sent back by value."""
+    """A class that no module has arrives by value."""
 
     class Local:
         def __init__(self, x):

@@ -23,6 +23,12 @@ def test_a_batch_that_kills_workers_names_its_indices():
     assert str(error).endswith("12, 13, 14, 15] and 24 more.")
 
 
+def test_a_batch_of_a_stream_has_no_indices():
+    """The batches of a stream have no indices, so the error names none."""
+    error = explain("WorkerLost", 7, FailureDecision(is_fatal=True, failures=FAILURES), [])
+    assert str(error).endswith("use too much memory.")
+
+
 def test_a_worker_that_cannot_start_blames_no_sample():
     """The error names where the worker failed during its start, and what to check, but no indices."""
     why = "exited with code 3 in worker_init_fn on data host b:1"
