@@ -440,6 +440,8 @@ class _HostLauncher:
         where, stacks = self._where(beats)
         host = self._job.current_host
         self._hang_reason = f"The training hangs: no progress on host {host}. Last seen: {where}.{stacks}"
+        if self._topology.num_nodes > 1:  # this host may be waiting for another one in a collective call
+            self._hang_reason += " Any rank may be the cause: compare the stacks of all hosts."
         _LOG.error("%s", self._hang_reason)
         self._record.event("hang", self._hang_reason)
         self._child.kill()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_sm._lightning import LightningModule
+from lightning_sm._lightning import LightningModule, rank_zero_only
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.stage import Stage
+
+logger = logging.getLogger(__name__)
 
 _LAYERS = "pipeline_layers"
 
@@ -76,6 +79,13 @@ class Network:
             raise StrategyError(
                 f"The parameters {', '.join(outside)} of {type(module).__name__} belong to no layer of "
                 f"{self.name}, so no stage would train them. Move them into {self.name}'s layers."
+            )
+        hooked = [f"{self.name}.{name}" for name, layer in self.module.named_modules() if name and layer._forward_hooks]
+        if hooked and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            logger.warning(
+                "The forward hooks of %s run only on ranks with that layer, once per microbatch. A loss that uses "
+                "values stored by a hook is wrong: return them from the layer, in a tuple.",
+                ", ".join(hooked),
             )
 
 

@@ -178,6 +178,17 @@ def test_a_layer_that_occurs_twice_is_refused():
     Network(module_of(network=nn.Sequential(nn.Linear(4, 4), relu, nn.Linear(4, 4), relu)), None)
 
 
+def test_forward_hooks_of_layers_are_named(caplog):
+    """A loss cannot use what they store, as each runs on another rank; hooks of the whole network are no problem."""
+    network = three_layers()
+    network.register_forward_hook(lambda *_: None)
+    Network(module_of(network=network), None)
+    assert not caplog.records
+    network[1].register_forward_hook(lambda *_: None)
+    Network(module_of(network=network), None)
+    assert "The forward hooks of network.1 run only on ranks with that layer, once per microbatch." in caplog.text
+
+
 def test_layers_on_the_meta_device_are_made():
     """Inner modules are initialised before outer ones, which may overwrite them; an error names one that cannot be."""
     with torch.device("meta"):
