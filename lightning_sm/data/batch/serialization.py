@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_sm.data.batch.arena import Arena
-from lightning_sm.data.batch.script_classes import reduce_class
+from lightning_sm.data.batch.script_classes import without_changes
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError, WireError
 
 # An entry of the structure: the start and size of a part. The first entry is the pickle's, the others the buffers'.
@@ -195,7 +195,7 @@ class _ByValuePickler(_Reducer, cloudpickle.Pickler):  # type: ignore[misc]  # c
         """Return the reduced value of an object that is not a builtin."""
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:
-            return reduce_class(obj) or cloudpickle.Pickler.reducer_override(self, obj)
+            return without_changes(cloudpickle.Pickler.reducer_override(self, obj))
         return reduced
 
 

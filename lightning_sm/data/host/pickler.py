@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_sm._lightning import LightningModule, Trainer
-from lightning_sm.data.batch.script_classes import reduce_class, with_slots
+from lightning_sm.data.batch.script_classes import with_slots, without_changes
 from lightning_sm.data.batch.serialization import NUMPY_DTYPES, is_plain
 from lightning_sm.data.host.snapshot import ALIGNMENT, NUMBER
 from lightning_sm.data.host.stand_ins import Parts
@@ -242,7 +242,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if len(reduced) == _LEN_BY_DEFAULT:
                 return *reduced, partial(_restore_attached, TrainerView.of(obj.trainer))
-        return reduce_class(obj) or with_slots(super().reducer_override(obj))
+        return with_slots(super().reducer_override(obj))
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         """Return the reduced value of a tensor, or None to leave it to torch."""
@@ -265,6 +265,10 @@ class _PartsPickler(_Pickler):
     def __init__(self, parts: Parts, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parts = parts
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return the reduced value of an object that is not a builtin."""
+        return without_changes(super().reducer_override(obj))
 
     def persistent_id(self, obj: Any) -> Any:
         """Return the id that pickle writes in place of a part."""

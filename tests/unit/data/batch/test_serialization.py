@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -237,6 +238,24 @@ def test_objects_of_a_class_that_has_no_name_arrive():
     assert arena.used < 2 * 8000, "the slot has it once, although it was tried by name first"
     received = unpickle_batch(structure, np.frombuffer(arena._memory, np.uint8))
     assert (received[0].sum(), type(received[1]), received[1].x) == (499_500, Local, 2)
+
+
+def test_a_process_keeps_the_classes_that_it_has(monkeypatch):
+    """Another rank makes a class that it lacks, once; later batches change nothing in it."""
+
+    class Local:
+        number = 0
+
+    arena = Arena(make_slot())
+    structure = pickle_batch([Local()], arena)
+    data = np.frombuffer(arena._memory, np.uint8)
+    monkeypatch.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", weakref.WeakValueDictionary())
+    ((first,), (second,)) = (map(type, unpickle_batch(structure, data)) for _ in range(2))
+    assert (first is Local, second is first, first.number) == (False, True, 0)
+    first.number = 1
+    unpickle_batch(structure, data)
+    assert first.number == 1
 
 
 def test_what_cannot_be_pickled_is_an_error():
