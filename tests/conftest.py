@@ -106,6 +106,8 @@ def _restored_settings() -> Iterator[None]:
     os.environ.update(before)
     if torch := sys.modules.get("torch"):
         torch.use_deterministic_algorithms(False)
+    if lightning := sys.modules.get("lightning_sm._lightning"):
+        lightning.rank_zero_only.rank = 0
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
