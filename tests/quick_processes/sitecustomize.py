@@ -29,6 +29,7 @@ from typing import Any
 
 _HIDDEN = ("torchvision", "scipy", "matplotlib")
 _COMPILER = "torch._dynamo"
+_COMPILER_UTILS = f"{_COMPILER}.utils"
 
 
 class _UnusedCompiler(ModuleType):
@@ -41,7 +42,7 @@ class _UnusedCompiler(ModuleType):
     """
 
     OptimizedModule = type("OptimizedModule", (), {})
-    utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer", is_compile_supported=lambda _: False)
     trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
     __path__: Sequence[str] = ()
 
@@ -121,7 +122,21 @@ def _execute_flags(execute: Callable[[ModuleType], None], module: ModuleType) ->
             setattr(module, name, False)
 
 
-_EXECUTE = {"torchmetrics": _execute_package, "torchmetrics.utilities.imports": _execute_flags}
+def _execute_roi_align(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    # It imports one function of the compiler's, and calls it only for compiled models.
+    sys.modules[_COMPILER_UTILS] = sys.modules.get(_COMPILER_UTILS) or _UnusedCompiler.utils
+    try:
+        execute(module)
+    finally:
+        if sys.modules[_COMPILER_UTILS] is _UnusedCompiler.utils:
+            del sys.modules[_COMPILER_UTILS]
+
+
+_EXECUTE = {
+    "torchmetrics": _execute_package,
+    "torchmetrics.utilities.imports": _execute_flags,
+    "torchvision.ops.roi_align": _execute_roi_align,
+}
 
 gc.set_threshold(50_000, 20, 1000)
 sys.meta_path[:0] = [_Finder(), _COMPILER_FINDER]
