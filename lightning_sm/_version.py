@@ -1,13 +1,3 @@
-"""The versions of lightning_sm and of other installed packages."""
-
-import importlib.metadata
+"""The version of lightning_sm."""
 
 __version__ = "0.1.0"
-
-
-def installed_version(distribution: str) -> str | None:
-    """Return an installed package's version, or None, from its metadata: importing torch would take seconds."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
+from lightning_sm._installed import installed_version
 from lightning_sm._linux import handles_signal, missing_on_this_system
 from lightning_sm._text import size
-from lightning_sm._version import installed_version
 from lightning_sm.doctor.context import Context, Result, ok, warning
 
 # A checkpoint of a model with 400 million parameters and Adam takes 5 GB.

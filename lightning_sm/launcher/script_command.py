@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_sm._installed import installed_version
 from lightning_sm._linux import usable_cpus
 from lightning_sm._log import command_logger
-from lightning_sm._version import installed_version
 from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.command_line import job_arguments, secret_options, without_options
 from lightning_sm.job.control_folder import ControlFolder

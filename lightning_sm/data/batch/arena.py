@@ -16,16 +16,16 @@ class Arena:
     """A slot of shared memory, allocated from front to back.
 
     Args:
-        buffer: The slot, as a writable, contiguous, one-dimensional uint8 array.
+        buffer: The slot, writable and contiguous.
 
     Attributes:
         used: Number of allocated bytes.
     """
 
-    def __init__(self, buffer: npt.NDArray[np.uint8]) -> None:
-        self._memory = buffer.data
-        self._address = buffer.ctypes.data
-        self._capacity = len(self._memory)
+    def __init__(self, buffer: memoryview) -> None:
+        self._memory = buffer
+        self._address = np.frombuffer(buffer, np.uint8).ctypes.data
+        self._capacity = len(buffer)
         self.used = 0
 
     def reset(self, used: int = 0) -> None:

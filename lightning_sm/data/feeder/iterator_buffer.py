@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
 from lightning_sm.data.feeder.scheduler import StepRange
@@ -45,7 +43,7 @@ class InFlightRange:
     Attributes:
         step_range: The steps.
         slot: Number of the slot for the batches.
-        buffer: The slot's memory, uint8.
+        buffer: The slot's memory.
         header: Header of the answer.
         received: Bytes received so far.
         piece: Memory for the piece being written, if any.
@@ -56,7 +54,7 @@ class InFlightRange:
 
     step_range: StepRange
     slot: int
-    buffer: npt.NDArray[np.uint8]
+    buffer: memoryview
     header: StepRangeHeader = _NOT_ARRIVED
     received: int = 0
     piece: memoryview | None = None
@@ -89,7 +87,7 @@ class InFlightRange:
         stop = offset + size
         if offset != self.received or stop > num_bytes:
             raise WireError(f"bytes {offset} to {stop} arrived after {self.received} of {num_bytes}")
-        self.piece, self.ended = self.buffer[offset:stop].data, ended
+        self.piece, self.ended = self.buffer[offset:stop], ended
         return self
 
     def end(self, is_complete: bool) -> None:

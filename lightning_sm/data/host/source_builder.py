@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _DatasetKind
@@ -103,9 +102,7 @@ class IndexedBuilder:
             self._source.init_worker(self._number, 0)
         self._held = HeldGenerators(self._source.dataset, self._source.collate_fn)
 
-    def build(
-        self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes
-    ) -> list[EncodedBatch] | StreamEnd:
+    def build(self, encoded_spec: bytes, memory: memoryview, notes: WorkerNotes) -> list[EncodedBatch] | StreamEnd:
         """Build the batches of a request, each from its index.
 
         Args:
@@ -196,9 +193,7 @@ class StreamBuilder:
         )
         self._num_built, self._has_ended = 0, False
 
-    def build(
-        self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes
-    ) -> list[EncodedBatch] | StreamEnd:
+    def build(self, encoded_spec: bytes, memory: memoryview, notes: WorkerNotes) -> list[EncodedBatch] | StreamEnd:
         """Build the batches of a request, after skipping any earlier batches that this process has not built."""
         spec = FetchSpec.decode(encoded_spec)
         if (spec.seed, spec.first) < (self._pass, self._num_built):
@@ -230,9 +225,7 @@ class StreamBuilder:
         return StreamEnd(self._num_built)
 
 
-def _encode_batches(
-    memory: npt.NDArray[np.uint8], batches: Iterable[Callable[[Arena], Any]]
-) -> list[EncodedBatch] | StreamEnd:
+def _encode_batches(memory: memoryview, batches: Iterable[Callable[[Arena], Any]]) -> list[EncodedBatch] | StreamEnd:
     """Build batches in a slot, one after the other.
 
     Args:

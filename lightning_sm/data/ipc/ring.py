@@ -11,8 +11,6 @@ import mmap
 import os
 from typing import Any
 
-import numpy as np
-
 from lightning_sm.data.ipc.processes import InheritedDescriptor
 
 _PAGE = mmap.PAGESIZE
@@ -49,16 +47,16 @@ class Ring:
     def __reduce__(self) -> tuple[Any, ...]:
         return Ring, (InheritedDescriptor(self.fd), self.num_slots, self.slot_bytes)
 
-    def slot(self, index: int) -> np.ndarray:
-        """Return a new page-aligned uint8 array of shape (slot_bytes,) over a slot.
+    def slot(self, index: int) -> memoryview:
+        """Return the page-aligned memory of a slot, ``slot_bytes`` long.
 
         Args:
             index: Number of the slot.
         """
-        return np.frombuffer(self._map, np.uint8, self.slot_bytes, index * self.slot_bytes)
+        return memoryview(self._map)[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
     def close(self) -> None:
-        """Close the descriptor before the ring is deleted. The mapping exists as long as any array over it."""
+        """Close the descriptor before the ring is deleted. The mapping exists as long as any view of it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -164,7 +164,7 @@ class _RankStream:
 
 
 def _batch_frames(request_id: int, served: ServedRange) -> Iterator[bytes]:
-    data, built = served.data.data, served.built
+    data, built = served.data, served.built
     header = StepRangeHeader(built.num_bytes, served.queue_s, built.produce_s, built.batches).encode()
     # Send the header together with the first piece.
     parts: list[Any] = [frame(request_id, FrameKind.HEADER, len(header)), header]

@@ -15,7 +15,6 @@ from enum import Enum, auto
 from functools import partial
 from typing import TypeAlias
 
-import numpy as np
 from msgspec.structs import replace
 
 from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, NewWorker, Ready
@@ -37,13 +36,13 @@ class ServedRange:
 
     Attributes:
         built: Size and layout of the range.
-        data: The bytes of the slot, uint8.
+        data: The bytes of the slot.
         queue_s: Seconds from the request until the worker started on it.
         release: Frees the slot; must be called once.
     """
 
     built: BuiltRange
-    data: np.ndarray
+    data: memoryview
     queue_s: float
     release: Callable[[], None]
 

@@ -107,7 +107,7 @@ class SlotRing:
         return (unpickle_batch(item.structure, memory[item.start : item.start + item.num_bytes]) for item in batches)
 
     def _memory(self, slot: int, num_bytes: int) -> np.ndarray:
-        array = self._ring.slot(slot)[:num_bytes]
+        array = np.frombuffer(self._ring.slot(slot)[:num_bytes], np.uint8)
         if len(self._held) >= _HELD_SLOTS:
             if not self._has_warned:
                 self._has_warned = True

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from lightning_sm._installed import installed_version
 from lightning_sm._log import command_logger
 from lightning_sm._text import shortened
-from lightning_sm._version import installed_version
 from lightning_sm.job.variables import INSTALL_REQUIREMENTS, Install
 from lightning_sm.launcher.failure import failure_reason
 from lightning_sm.launcher.user_code.script import Script
