@@ -139,7 +139,7 @@ class LocalPosition(Callback):
         fit_loop._last_train_dl_reload_epoch = trainer.current_epoch
         if step_state is not None:
             RandomState.of(step_state).restore()
-        is_resumed = step_state is not None or fit_loop.epoch_progress.current.processed > 0
+        is_resumed = step_state is not None
         epoch_loop = fit_loop.epoch_loop
         # If a run resumes after the last batch of an epoch, Lightning uses the iterators that it has already started
         # for the next epoch.
