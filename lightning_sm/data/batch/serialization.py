@@ -29,7 +29,7 @@ _PLACE = struct.Struct("<QQ")
 _MIN_BUFFER_BYTES = 256
 
 # Send a tensor's whole storage, so that tensors that share it still do on arrival, unless the storage is more than
-# this many times as large as the tensor.
+# this many times as large as the tensor, and no earlier tensor of the batch has sent it.
 _MAX_STORAGE_FACTOR = 2
 
 # Raised by pickle for objects that it cannot find by name, or cannot pickle at all.
@@ -153,7 +153,7 @@ class _Reducer:
         if size == used and address not in self._arrays and tensor.dtype in NUMPY_DTYPES and tensor.is_contiguous():
             array = self._arrays[address] = tensor.numpy()
             return torch.from_numpy, (array,)
-        if size > _MAX_STORAGE_FACTOR * used:
+        if size > _MAX_STORAGE_FACTOR * used and address not in self._arrays:
             with suppress(NotImplementedError):  # torch cannot copy some dtypes, such as int4
                 tensor = tensor.clone(memory_format=torch.preserve_format)
                 storage = tensor.untyped_storage()

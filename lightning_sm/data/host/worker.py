@@ -53,7 +53,7 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
     try:
         builder = load()
         builder.enter(notes)
-    except Exception as error:  # noqa: BLE001  # every request is answered with this error from the user's code
+    except BaseException as error:  # noqa: BLE001  # every request is answered with this error from the user's code
         builder = Failure.of(error, notes.place())
     notes.clear()
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
@@ -84,7 +84,7 @@ def _build_range(request: Build, ring: Ring, builder: Builder, notes: WorkerNote
             return built
     except (BatchTypeError, BatchTooLargeError) as error:
         return Failure(type(error).__name__, str(error))
-    except Exception as error:  # noqa: BLE001  # errors in the user's code are sent to the trainer
+    except BaseException as error:  # noqa: BLE001  # errors in the user's code, even sys.exit(), are sent to the trainer
         return Failure.of(error, notes.place())
     used = max((batch.start + batch.num_bytes for batch in built), default=0)
     return BuiltRange(used, time.perf_counter() - started, built)

@@ -235,6 +235,8 @@ def remote_loader(loader: Any, source: LoaderSource) -> Any:
         if source.rank == 0 and hasattr(own, "__iter__") and own.__module__ not in ("builtins", "torch"):
             _warn_once(f"{own.__module__}.{own.__qualname__}", source.name, why)
         return loader
+    if loader.num_workers == 0 and source.rank == 0:
+        _log_once()
     bases = (RemoteDataLoader,) if own is DataLoader else (own, RemoteDataLoader)
     # Each loader needs its own class to hold the source: Lightning recreates some loaders from class and arguments.
     remote: Any = object.__new__(named_as(own, *bases, _remote=source, users_class=own))
@@ -275,6 +277,14 @@ def _warn_once(cls: str, name: str, why: str) -> None:
         name,
         cls,
         why,
+    )
+
+
+@cache
+def _log_once() -> None:
+    logger.info(
+        "Data hosts also build the batches of loaders with num_workers=0, from a copy of the dataset: the next "
+        "iterator sees what training changes in it."
     )
 
 

@@ -3,15 +3,18 @@
 import collections
 import copy
 import dataclasses
+import logging
 import multiprocessing
 import os
 import random
+import sys
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
+from lightning_sm.data.trainer import remote_loader
 from lightning_sm.errors import DataServiceError, DataSettingsError, RemoteTransformError
 from tests.integration.data.cluster import remote
 
@@ -210,6 +213,15 @@ class Failing(Rows):
         return super().__getitem__(index)
 
 
+class Exiting(Rows):
+    """A dataset that ends the script at a sample."""
+
+    def __getitem__(self, index):
+        if index == 7:
+            sys.exit("no license for seven")
+        return super().__getitem__(index)
+
+
 class Deadly(Rows):
     """A dataset with a sample that makes the process that reads it exit."""
 
@@ -223,6 +235,7 @@ class Deadly(Rows):
     ("dataset", "error", "text"),
     [
         (Failing, RemoteTransformError, "ValueError: no seven\non data host .*, index 7, worker"),
+        (Exiting, RemoteTransformError, "SystemExit: no license for seven\non data host .*, index 7, worker"),
         (Deadly, DataServiceError, "exited with code 3 at index 7.* indices \\[6, 7, 8\\]"),
     ],
 )
@@ -344,7 +357,12 @@ class Filtered(DataLoader):
 
 
 def test_what_stays_local_is_said_once(pool, caplog):
-    """A loader that replaces DataLoader's iterator stays local, with one warning; one that uses it is remote."""
+    """A loader that replaces DataLoader's iterator stays local, with one warning; one that uses it is remote.
+
+    So is one without workers, which one line says for all loaders.
+    """
+    caplog.set_level(logging.INFO, "lightning_sm")
+    remote_loader._log_once.cache_clear()
     rows = Rows(3)
     with remote(pool.serve(lambda: {"own": Local(rows), "remote": Filtered(rows, 2)})) as module:
         for _ in range(2):
@@ -353,6 +371,7 @@ def test_what_stays_local_is_said_once(pool, caplog):
             assert list(loaders["remote"]) == [[0, 1], [2]]
     assert caplog.text.count("overrides _get_iterator() without") == 1
     assert "Filtered" not in caplog.text
+    assert caplog.text.count("also build the batches of loaders with num_workers=0") == 1
 
 
 def test_shared_memory_does_not_cross_machines(pool, caplog):

@@ -288,11 +288,11 @@ def test_views_of_one_memory_stay_views_of_one_memory():
     """Views of one memory still share it when they arrive, and the memory is sent once."""
     base = torch.arange(1000.0)
     arena = Arena(make_slot())
-    batch = {"base": base, "part": base[100:900], "rows": base.view(10, 100).t()}
+    batch = {"base": base, "part": base[100:900], "rows": base.view(10, 100).t(), "small": base[5:10]}
     received = unpickle_batch(pickle_batch(batch, arena), np.frombuffer(arena._memory, np.uint8))
     assert arena.used < 2 * base.nbytes
     received["base"].zero_()
-    assert received["part"].sum() == received["rows"].sum() == 0
+    assert received["part"].sum() == received["rows"].sum() == received["small"].sum() == 0
 
 
 def test_a_small_part_of_a_large_memory_goes_alone():
