@@ -147,7 +147,12 @@ OF_OTHERS = {
     "training/checkpoints/kept_state.py": {"_local_tensor"},  # torch
     "training/rank_barrier.py": {"_get_default_store"},  # torch
     "training/strategies/pipeline/step_effects.py": {"_forward_cache"},  # torchmetrics
-    "training/strategies/pipeline/layers.py": {"_forward_hooks", "_reset_parameters"},  # torch
+    "training/strategies/pipeline/layers.py": {
+        "_compiled_call_impl",
+        "_forward_hooks",
+        "_orig_mod",
+        "_reset_parameters",
+    },  # torch
     "training/strategies/pipeline/rows.py": {"_fields", "_version"},  # named tuples; torch
 }
 

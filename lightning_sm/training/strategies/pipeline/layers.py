@@ -119,6 +119,12 @@ class RemoteLayerPlaceholder(nn.Module):
 
 def _find(module: LightningModule, name: str | None) -> tuple[str, nn.Module]:
     children = dict(module.named_children()) if name is None else {name: module.get_submodule(name)}
+    compiled = [child for child, network in children.items() if _is_compiled(network)]
+    if compiled:
+        raise StrategyError(
+            f"{type(module).__name__}.{compiled[0]} is compiled as a whole, so it cannot be cut into stages. Compile "
+            "its layers instead: for layer in network: layer.compile()."
+        )
     candidates = {child: network for child, network in children.items() if _can_be_cut(network)}
     if len(candidates) != 1:
         names = ", ".join(f"{child} ({type(network).__name__})" for child, network in children.items())
@@ -128,6 +134,12 @@ def _find(module: LightningModule, name: str | None) -> tuple[str, nn.Module]:
             "order, each of which accepts the output of the one before."
         )
     return next(iter(candidates.items()))
+
+
+def _is_compiled(network: nn.Module) -> bool:
+    """Return whether ``torch.compile(network)`` has wrapped a network, or ``network.compile()`` has changed it."""
+    inner = getattr(network, "_orig_mod", network)
+    return _can_be_cut(inner) and (inner is not network or network._compiled_call_impl is not None)
 
 
 def _can_be_cut(network: nn.Module) -> bool:

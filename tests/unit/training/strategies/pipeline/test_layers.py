@@ -155,6 +155,27 @@ def test_a_network_that_cannot_be_found_is_refused(children, name, message):
         Network(module_of(**children), name)
 
 
+def _compiled_in_place() -> nn.Module:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    network.compile()
+    return network
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [lambda: torch.compile(nn.Sequential(nn.Linear(2, 2))), lambda: torch.compile(Residual()), _compiled_in_place],
+    ids=["Sequential", "own class", "in place"],
+)
+def test_a_compiled_network_is_refused(compiled):
+    """A network that is compiled as a whole cannot be cut; compiled layers, and compiled modules beside it, can."""
+    with pytest.raises(StrategyError, match=r"LightningModule\.net is compiled as a whole.*layer\.compile\(\)"):
+        Network(module_of(net=compiled()), None)
+    beside = nn.Dropout()
+    beside.compile()
+    layers = nn.Sequential(torch.compile(nn.Linear(2, 2)), nn.Linear(2, 2))
+    assert len(Network(module_of(net=layers, beside=beside), None).layers) == 2
+
+
 def test_parameters_outside_of_the_network_are_refused():
     """Parameters outside the network are an error that names them, because no stage would train them."""
     module = module_of(network=three_layers(), head=nn.Linear(2, 2))
