@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sm._lightning import LightningModule
-from lightning_sm.errors import CheckpointError
+from lightning_sm.errors import CheckpointError, StrategyError
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.tied import TiedNames
 
@@ -47,6 +51,28 @@ class LogicalCheckpoint:
         merged.update({name: merged[first] for name, first in self._first_name.items() if first in merged})
         added = [name for name in merged if name not in self._entries]  # such as the state of a callback's module
         return {name: merged[name] for name in (*self._entries, *added) if name in merged}
+
+    def refuse_states_of_stages(self, callbacks: Mapping[str, Any]) -> None:
+        """Refuse states of callbacks whose tensors depend on the stage: a checkpoint holds those of rank 0.
+
+        A collective call within the replica.
+
+        Args:
+            callbacks: The states of this rank's callbacks, by name.
+
+        Raises:
+            StrategyError: On all ranks, if a tensor differs.
+        """
+        own = {name: _digests(state) for name, state in callbacks.items()}
+        first = self._replica.broadcast(own, 0)
+        with self._replica.together():
+            differing = [name for name, digests in own.items() if digests != first.get(name, [])]
+            if differing:
+                raise StrategyError(
+                    f"The state of {', '.join(differing)} has other tensors on this rank than on the rank of the first "
+                    "stage, and a checkpoint would hold only the latter. A callback that keeps copies of parameters, "
+                    "such as their averages, needs strategy=ddp or fsdp."
+                )
 
     def load_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
         """Load the weights of this rank's stage from a state dict.
@@ -142,3 +168,15 @@ class LogicalCheckpoint:
 
 def _flat(groups: Iterable[Iterable[str]]) -> list[str]:
     return [name for group in groups for name in group]
+
+
+def _digests(state: Any) -> list[tuple[torch.Size, bytes]]:
+    """Return the shape and a hash of each tensor in the state of a callback."""
+    found: list[tuple[torch.Size, bytes]] = []
+
+    def add(tensor: Tensor) -> None:
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        found.append((tensor.shape, hashlib.blake2b(content).digest()))
+
+    apply_to_collection(state, Tensor, add)
+    return found

@@ -546,6 +546,20 @@ class PipelineParallelStrategy(DDPStrategy):
         """Return the weights of all stages on rank 0, and of this rank's stage elsewhere; a collective call."""
         return self._checkpoint.weights()
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint on rank 0; a collective call.
+
+        Args:
+            checkpoint: The checkpoint.
+            filepath: The file.
+            storage_options: Options of the checkpoint plugin.
+
+        Raises:
+            StrategyError: A callback's state differs between stages.
+        """
+        self._checkpoint.refuse_states_of_stages(checkpoint.get("callbacks", {}))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of this rank's stage from a checkpoint made with any number of stages.
 

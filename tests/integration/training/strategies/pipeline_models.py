@@ -470,6 +470,24 @@ class _Draws(Classifier):
         self.extra["draws"] = self.draws
 
 
+class _Averaged(Classifier):
+    """A model with a callback that averages the parameters of its rank, as those of torch_ema do."""
+
+    def __init__(self) -> None:
+        super().__init__(perceptron())
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [_Average()]
+
+
+class _Average(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.average = [parameter.detach().clone() for parameter in pl_module.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+
 class _Fails(Classifier):
     """A model that does what a pipeline refuses, in its third batch or in validation.
 
@@ -595,5 +613,6 @@ LAYERS: dict[str, Any] = {
     "change": (partial(_Fails, "change"), vectors),
     "trim": (partial(_Fails, "trim"), vectors),
     "twice": (partial(_Fails, "twice"), vectors),
+    "averaged": (_Averaged, vectors),
     "raw lstm in validation": (_RawLSTMInValidation, sequences),
 }

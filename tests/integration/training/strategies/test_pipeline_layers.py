@@ -39,6 +39,7 @@ TWO = {
     "change": Fit({}, "change", refused=True),
     "trim": Fit({}, "trim"),
     "twice": Fit({}, "twice", refused=True),
+    "averaged": Fit({}, "averaged", {"max_steps": 1}, refused=True),
     "raw lstm in validation": Fit({"split": [1]}, "raw lstm in validation", {"max_epochs": 1}, refused=True),
 }
 
@@ -162,6 +163,7 @@ def test_a_resumed_pipeline_draws_as_one_without_an_interruption(fits: Seen):
         ("draw", "draws random numbers before it calls self.network"),
         ("change", "changes a tensor of its batch in place"),
         ("twice", "calls the network several times"),
+        ("averaged", "The state of _Average has other tensors on this rank"),
         ("raw lstm in validation", "network.0, the last layer of its stage, returns a tuple of Tensor, tuple"),
     ],
 )
