@@ -1,6 +1,6 @@
 PYTHON ?= python3
-# One more worker than cores, because tests wait for processes to start. Each starts up to four with torch (4 GB).
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
+# Two more workers than cores, because tests wait for processes to start. Each starts up to four with torch (4 GB).
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 2 + (os.cpu_count() or 1)))')
 VENV := .venv
 BIN := $(VENV)/bin
 # Stamp files of what is installed: the app's packages, then the extra packages of each further target.
