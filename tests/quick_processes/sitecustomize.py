@@ -124,7 +124,7 @@ def _execute_flags(execute: Callable[[ModuleType], None], module: ModuleType) ->
 
 def _execute_roi_align(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     # It imports one function of the compiler's, and calls it only for compiled models.
-    sys.modules[_COMPILER_UTILS] = sys.modules.get(_COMPILER_UTILS) or _UnusedCompiler.utils
+    sys.modules.setdefault(_COMPILER_UTILS, _UnusedCompiler.utils)  # type: ignore[arg-type]
     try:
         execute(module)
     finally:

@@ -236,7 +236,7 @@ def remote_loader(loader: Any, source: LoaderSource) -> Any:
             _warn_once(f"{own.__module__}.{own.__qualname__}", source.name, why)
         return loader
     if loader.num_workers == 0 and source.rank == 0:
-        _log_once()
+        _log_loaders_without_workers()
     bases = (RemoteDataLoader,) if own is DataLoader else (own, RemoteDataLoader)
     # Each loader needs its own class to hold the source: Lightning recreates some loaders from class and arguments.
     remote: Any = object.__new__(named_as(own, *bases, _remote=source, users_class=own))
@@ -281,7 +281,7 @@ def _warn_once(cls: str, name: str, why: str) -> None:
 
 
 @cache
-def _log_once() -> None:
+def _log_loaders_without_workers() -> None:
     logger.info(
         "Data hosts also build the batches of loaders with num_workers=0, from a copy of the dataset: the next "
         "iterator sees what training changes in it."

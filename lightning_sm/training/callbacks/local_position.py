@@ -139,7 +139,6 @@ class LocalPosition(Callback):
         fit_loop._last_train_dl_reload_epoch = trainer.current_epoch
         if step_state is not None:
             RandomState.of(step_state).restore()
-        is_resumed = step_state is not None
         epoch_loop = fit_loop.epoch_loop
         # If a run resumes after the last batch of an epoch, Lightning uses the iterators that it has already started
         # for the next epoch.
@@ -150,7 +149,7 @@ class LocalPosition(Callback):
         is_within = (fit_loop.restarted_mid_epoch and not is_at_end) or fit_loop.restarted_on_epoch_end
         # If an earlier, higher limit let more batches finish than this run allows, Lightning restarts the epoch.
         is_beyond = self._num_done is not None and self._num_done >= trainer.num_training_batches
-        if is_resumed and (is_beyond or not is_within):
+        if step_state is not None and (is_beyond or not is_within):
             # A new epoch starts, but its orders were drawn before any hook could restore the random state. Redraw them.
             vars(fit_loop)["advance"] = partial(self._begin_epoch, trainer)
         self._step_state = RandomState.now()

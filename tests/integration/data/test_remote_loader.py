@@ -214,7 +214,7 @@ class Failing(Rows):
 
 
 class Exiting(Rows):
-    """A dataset that ends the script at a sample."""
+    """A dataset with a sample at which it calls sys.exit()."""
 
     def __getitem__(self, index):
         if index == 7:
@@ -359,10 +359,10 @@ class Filtered(DataLoader):
 def test_what_stays_local_is_said_once(pool, caplog):
     """A loader that replaces DataLoader's iterator stays local, with one warning; one that uses it is remote.
 
-    So is one without workers, which one line says for all loaders.
+    Loaders without workers are remote, too, and one line says so for all of them.
     """
     caplog.set_level(logging.INFO, "lightning_sm")
-    remote_loader._log_once.cache_clear()
+    remote_loader._log_loaders_without_workers.cache_clear()
     rows = Rows(3)
     with remote(pool.serve(lambda: {"own": Local(rows), "remote": Filtered(rows, 2)})) as module:
         for _ in range(2):

@@ -52,8 +52,8 @@ class LogicalCheckpoint:
         added = [name for name in merged if name not in self._entries]  # such as the state of a callback's module
         return {name: merged[name] for name in (*self._entries, *added) if name in merged}
 
-    def refuse_states_of_stages(self, callbacks: Mapping[str, Any]) -> None:
-        """Refuse states of callbacks whose tensors depend on the stage: a checkpoint holds those of rank 0.
+    def check_callbacks(self, callbacks: Mapping[str, Any]) -> None:
+        """Refuse callbacks whose tensors differ between stages: a checkpoint contains only those of rank 0.
 
         A collective call within the replica.
 
@@ -61,7 +61,7 @@ class LogicalCheckpoint:
             callbacks: The states of this rank's callbacks, by name.
 
         Raises:
-            StrategyError: On all ranks, if a tensor differs.
+            StrategyError: On all ranks of the replica, if a tensor differs.
         """
         own = {name: _digests(state) for name, state in callbacks.items()}
         first = self._replica.broadcast(own, 0)

@@ -555,9 +555,9 @@ class PipelineParallelStrategy(DDPStrategy):
             storage_options: Options of the checkpoint plugin.
 
         Raises:
-            StrategyError: A callback's state differs between stages.
+            StrategyError: A callback's tensors differ between stages.
         """
-        self._checkpoint.refuse_states_of_stages(checkpoint.get("callbacks", {}))
+        self._checkpoint.check_callbacks(checkpoint.get("callbacks", {}))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
