@@ -4,7 +4,7 @@ Start: imports create a million objects that stay, so the garbage collector take
 Lightning; here it runs less often, which halves that. Torchmetrics finds no torchvision, SciPy and Matplotlib, which it
 imports if they are installed, for metrics of images and sound and for plots, which no test uses. Scripts and other
 packages find them. ``torch._dynamo``, the compiler, which Lightning and optimizers import although no test compiles
-anything, is imported only when its other parts are used.
+anything, is imported only when its other parts are used; Triton only by who uses it.
 
 End: the interpreter's last garbage collections find nothing to do. With all objects of torch and Lightning, they take a
 second. What must happen at the end does not depend on a collection, because Python guarantees none
@@ -22,7 +22,6 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -69,7 +68,7 @@ def _real_compiler() -> ModuleType:
     return import_module(_COMPILER)
 
 
-class _CompilerFinder(MetaPathFinder, Loader):
+class _CompilerFinder:
     """Finds the stand-in, until something needs the real module."""
 
     def find_spec(
@@ -92,7 +91,7 @@ class _CompilerFinder(MetaPathFinder, Loader):
 _COMPILER_FINDER = _CompilerFinder()
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -122,22 +121,26 @@ def _execute_flags(execute: Callable[[ModuleType], None], module: ModuleType) ->
             setattr(module, name, False)
 
 
-def _execute_roi_align(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    # It imports one function of the compiler's, and calls it only for compiled models.
-    sys.modules.setdefault(_COMPILER_UTILS, _UnusedCompiler.utils)  # type: ignore[arg-type]
+def _execute_without(name: str, stand_in: Any, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    # It imports little of the other module, and uses that only on GPUs or for compiled models.
+    sys.modules.setdefault(name, stand_in)
     try:
         execute(module)
     finally:
-        if sys.modules[_COMPILER_UTILS] is _UnusedCompiler.utils:
-            del sys.modules[_COMPILER_UTILS]
+        if sys.modules[name] is stand_in:
+            del sys.modules[name]
 
 
+_WITHOUT_TRITON = partial(_execute_without, "triton.runtime.jit", SimpleNamespace(JITFunction=type(None)))
 _EXECUTE = {
+    "torch.utils.flop_counter": _WITHOUT_TRITON,
     "torchmetrics": _execute_package,
     "torchmetrics.utilities.imports": _execute_flags,
-    "torchvision.ops.roi_align": _execute_roi_align,
+    "torchvision.ops.roi_align": partial(_execute_without, _COMPILER_UTILS, _UnusedCompiler.utils),
 }
 
-gc.set_threshold(50_000, 20, 1000)
+# Torch works without them, and uses little of them on GPUs.
+sys.modules["cuda.bindings"] = None  # type: ignore[assignment]
+gc.set_threshold(200_000, 20, 1000)
 sys.meta_path[:0] = [_Finder(), _COMPILER_FINDER]
 atexit.register(gc.freeze)  # the first one registered is the last one called

@@ -39,8 +39,6 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="package")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[numbers.Cluster]:
-    """Two data hosts whose DataModule records its hooks."""
-    made = numbers.Cluster(tmp_path_factory.mktemp("cluster"))
-    with made.hosts[0], made.hosts[1]:
-        yield made
+def cluster(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> numbers.Cluster:
+    """Trainings on two data hosts, whose DataModule records its hooks."""
+    return numbers.Cluster(tmp_path_factory.mktemp("cluster"), pool.hosts[:2])

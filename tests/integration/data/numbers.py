@@ -9,7 +9,7 @@ from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
 
-from lightning_sm import DataHost, RemoteDataModule
+from lightning_sm import RemoteDataModule
 from lightning_sm.data.settings import DataServiceSettings
 
 NUM_TRAIN, NUM_TEST, BATCH_SIZE = 23, 7, 4
@@ -174,11 +174,12 @@ class Cluster:
 
     Args:
         folder: Folder where the DataModule finds its choice of loaders and records its hooks.
+        hosts: The data hosts.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, hosts):
         self.folder = folder
-        self.hosts = [DataHost(workers=workers) for workers in (1, 2)]
+        self.hosts = hosts
 
     def module(self, data=None):
         """Return a DataModule on these hosts."""

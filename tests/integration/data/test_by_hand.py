@@ -8,7 +8,7 @@ from pytorch_lightning import LightningDataModule, LightningModule, seed_everyth
 from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_sm import DataHost, DataServiceSettings, RemoteDataModule
+from lightning_sm import DataServiceSettings, RemoteDataModule
 from tests.integration.data.numbers import quiet_trainer
 
 pytestmark = pytest.mark.processes
@@ -102,33 +102,31 @@ class Model(LightningModule):
 
 
 @pytest.mark.parametrize("kind", ["shuffled", pytest.param("combined", marks=pytest.mark.proof)])
-def test_passes_by_hand_are_those_of_local_loaders(tmp_path, kind):
+def test_passes_by_hand_are_those_of_local_loaders(tmp_path, kind, pool):
     """Passes by hand match in every hook and epoch, even two at once, and do not affect the Trainer's passes."""
     seen = []
-    with DataHost(workers=1) as host:
-        for data in (Data(kind), RemoteDataModule(Data(kind), [host.address])):
-            seed_everything(3, verbose=False)
-            model = Model()
-            trainer = quiet_trainer(tmp_path, max_epochs=2, limit_val_batches=2, num_sanity_val_steps=1)
-            trainer.fit(model, datamodule=data)
-            seen.append((model.by_hand, model.trained, model.validated))
+    for data in (Data(kind), RemoteDataModule(Data(kind), [pool.hosts[0].address])):
+        seed_everything(3, verbose=False)
+        model = Model()
+        trainer = quiet_trainer(tmp_path, max_epochs=2, limit_val_batches=2, num_sanity_val_steps=1)
+        trainer.fit(model, datamodule=data)
+        seen.append((model.by_hand, model.trained, model.validated))
     assert len(seen[0][0]) >= 20
     assert seen[0] == seen[1]
 
 
-def test_a_second_pass_costs_no_slot_of_the_first():
+def test_a_second_pass_costs_no_slot_of_the_first(pool):
     """While one pass is open, another one runs to its end, and no host is blamed for a lack of slots."""
-    with DataHost(workers=2) as host:
-        settings = DataServiceSettings(window_batches=2)
-        module = RemoteDataModule(Data("shuffled"), [host.address], settings=settings)
-        module.setup("fit")
-        loader = module.train_dataloader()
-        first = iter(loader)
-        begun = next(first)
-        kept = list(loader)
-        kept += list(loader)
-        state = module._service_connection.feeder.snapshot()
-        assert sorted(indices([begun, *first])) == list(range(24))
-        assert sorted(indices(kept)) == sorted(2 * list(range(24)))
-        assert [one.num_retries for one in state.hosts] == [0]
-        module.teardown("fit")
+    settings = DataServiceSettings(window_batches=2)
+    module = RemoteDataModule(Data("shuffled"), [pool.hosts[1].address], settings=settings)
+    module.setup("fit")
+    loader = module.train_dataloader()
+    first = iter(loader)
+    begun = next(first)
+    kept = list(loader)
+    kept += list(loader)
+    state = module._service_connection.feeder.snapshot()
+    assert sorted(indices([begun, *first])) == list(range(24))
+    assert sorted(indices(kept)) == sorted(2 * list(range(24)))
+    assert [one.num_retries for one in state.hosts] == [0]
+    module.teardown("fit")

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from pytorch_lightning.callbacks import Callback, EarlyStopping
 from torch.utils.data import DataLoader
@@ -707,7 +706,7 @@ def test_nothing_is_left_of_a_training_however_it_ends(warm_cluster, row):
     before = faults.left_here()
     row.act(warm_cluster)
     assert faults.left_here() == before
-    hosts = [psutil.Process(host.pid) for host in warm_cluster.hosts]
+    hosts = [host.main for host in warm_cluster.hosts]
     until(lambda: not any(map(faults.connections, hosts)), "no trainer is connected to a data host", FEW_SECONDS)
     addresses = [host.address for host in warm_cluster.hosts]
     until(lambda: all(map(is_idle, addresses)), "no worker of a data host works", FEW_SECONDS)

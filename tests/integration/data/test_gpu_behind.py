@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_sm import DataHost, DataServiceSettings, RemoteDataModule
+from lightning_sm import DataServiceSettings, RemoteDataModule
 from lightning_sm.data.trainer import pinning
 from tests.integration.data.datasets import Data
 from tests.integration.data.numbers import quiet_trainer
@@ -54,19 +54,18 @@ class Event:
         del self.gpu.pending[: self.gpu.pending.index(self) + 1]
 
 
-def test_a_training_loop_that_runs_ahead_of_its_gpu_gets_all_batches(monkeypatch, tmp_path):
+def test_a_training_loop_that_runs_ahead_of_its_gpu_gets_all_batches(monkeypatch, tmp_path, pool):
     """Slots return while the loop waits for a batch, copies in progress are bounded, and no memory stays locked."""
     gpu, trainer = SlowGPU(), quiet_trainer(tmp_path)
     monkeypatch.setattr(pinning, "CUDA", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings = DataServiceSettings(batch_timeout_s=60.0, window_batches=2)
-    with DataHost(workers=1) as host:
-        data = Data(lambda: DataLoader(range(_NUM_BATCHES), batch_size=1, pin_memory=True))
-        module = RemoteDataModule(data, [host.address], settings=settings)
-        module.trainer = trainer
-        seen = [batch.item() for batch in module.train_dataloader()]
-        assert gpu.locked
-        module.teardown("fit")
+    data = Data(lambda: DataLoader(range(_NUM_BATCHES), batch_size=1, pin_memory=True))
+    module = RemoteDataModule(data, [pool.hosts[0].address], settings=settings)
+    module.trainer = trainer
+    seen = [batch.item() for batch in module.train_dataloader()]
+    assert gpu.locked
+    module.teardown("fit")
     assert seen == list(range(_NUM_BATCHES))
     assert gpu.most_pending <= pinning.MAX_COPYING + 4  # plus the batches that the loop held
     assert not gpu.locked

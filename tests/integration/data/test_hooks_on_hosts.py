@@ -137,10 +137,9 @@ def a_run(datamodule):
 
 
 @pytest.fixture
-def hosts():
+def hosts(pool):
     """Two data hosts."""
-    with running(Host("a"), Host("b", workers=1)) as own:
-        yield own
+    return pool.hosts[:2]
 
 
 def remote(hosts, datamodule, settings=HOOKS):

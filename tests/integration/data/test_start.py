@@ -57,7 +57,7 @@ def test_a_data_host_that_does_not_listen_is_an_error(monkeypatch):
     assert host._process.returncode == -signal.SIGKILL
 
 
-def test_a_timeout_of_the_script_ends_its_waits(alarm, monkeypatch):
+def test_a_timeout_of_the_script_ends_its_waits(alarm, monkeypatch, pool):
     """A signal handler's TimeoutError, as from pytest-timeout, is neither swallowed nor mistaken for ours."""
     host, receive = DataHost(), MessageSocket.receive
 
@@ -75,7 +75,7 @@ def test_a_timeout_of_the_script_ends_its_waits(alarm, monkeypatch):
         with pytest.raises(TimeoutError, match="the user's"):
             host.__enter__()
     assert host._process.returncode == -signal.SIGKILL
-    with DataHost(workers=1) as host, remote([host.address], Data(make_slow)) as module:
+    with remote([pool.hosts[0].address], Data(make_slow)) as module:
         batches = iter(module.train_dataloader())
         with pytest.raises(TimeoutError, match="the user's"):
             next_until_alarm(batches)
