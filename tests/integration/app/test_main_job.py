@@ -27,13 +27,14 @@ def _local(*arguments):
 
 
 def _train(base_dir, num_hosts):
-    """Train two steps with a global batch of 32 samples."""
+    """Train two steps with a global batch of 8 samples."""
     _local(
         *("--group", f"trainer={num_hosts}", "--base-dir", base_dir, "--"),
         *("app/train.py", "fit", "--config", "app/configs/digits.yaml"),
-        *("--data.augment=false", f"--data.batch_size={32 // num_hosts}", "--trainer.strategy=ddp"),
+        *("--data.augment=false", f"--data.batch_size={8 // num_hosts}", "--trainer.strategy=ddp"),
         *("--trainer.precision=64-true", "--trainer.max_epochs=1", "--trainer.enable_model_summary=false"),
         *("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"),
+        *("--trainer.callbacks=null", "--trainer.enable_checkpointing=false"),
         *("--trainer.logger=CSVLogger", "--trainer.logger.save_dir=csv"),
     )
 
