@@ -153,6 +153,7 @@ OF_OTHERS = {
         "_orig_mod",
         "_reset_parameters",
     },  # torch
+    "training/strategies/pipeline/schedules.py": {"_n_microbatches"},  # torch
     "training/strategies/pipeline/rows.py": {"_fields", "_version"},  # named tuples; torch
 }
 

@@ -98,19 +98,20 @@ class StepLoss:
                 )
         self._factors = self._factors_of(self._weights)
 
-    def __call__(self, output: Any, index: int) -> Tensor:
+    def __call__(self, output: Any, index: Tensor) -> Tensor:
         """Return the weighted loss of a microbatch.
 
         Args:
             output: The network's output for the microbatch.
-            index: Index of the microbatch.
+            index: Index of the microbatch, as a tensor of one element.
         """
-        if index in (self._pair, self._pair + 1):
-            self._outputs[index] = tuple(value.detach() for value in as_tuple(output))
+        number = int(index)
+        if number in (self._pair, self._pair + 1):
+            self._outputs[number] = tuple(value.detach() for value in as_tuple(output))
         # Skip weights of 0: a mean over nothing is NaN, and so are its gradients.
-        if self.error is None and self._factors[index]:
+        if self.error is None and self._factors[number]:
             try:
-                loss = self._steps.loss(self._part(index), output) * self._factors[index]
+                loss = self._steps.loss(self._part(number), output) * self._factors[number]
             except Exception as error:  # noqa: BLE001  # raised after the schedule
                 self.error = error
             else:

@@ -94,6 +94,7 @@ class ScheduleRunner:
         )
         # 1F1B needs at least one microbatch per stage.
         name = self._name if microbatches >= num_stages else "gpipe"
-        return get_schedule_class(name)(
-            stage, microbatches, loss_fn=lambda output, i: self._loss(output, int(i)), scale_grads=False
-        )
+        schedule = get_schedule_class(name)(stage, max(microbatches, num_stages), self._loss, scale_grads=False)
+        # Set it here, because the constructor of torch 2.10 refuses fewer microbatches than stages, which it can run.
+        schedule._n_microbatches = microbatches
+        return schedule

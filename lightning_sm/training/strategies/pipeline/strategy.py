@@ -44,7 +44,7 @@ from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tie
 logger = logging.getLogger(__name__)
 
 # In 2.9, neighbouring stages exchange tensors of different sizes at the start, and Gloo aborts the process.
-_OLDEST_TORCH = "2.11"
+_OLDEST_TORCH = "2.10"
 _TIMEOUT = timedelta(minutes=30)  # torch's and Lightning's default
 
 

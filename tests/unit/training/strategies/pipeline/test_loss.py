@@ -75,7 +75,7 @@ def run(model: Model, output: Any, labels: Tensor, kind: str = "mean", microbatc
     for index in range(microbatches):
         its = slice(index * size, (index + 1) * size)
         part = tuple(value[its] for value in output) if isinstance(output, tuple) else output[its]
-        loss(part, index).backward()
+        loss(part, torch.tensor(index)).backward()
     return loss
 
 

@@ -31,8 +31,8 @@ def test_an_argument_that_is_not_valid_is_refused(arguments, message):
 
 def test_an_older_torch_is_refused(monkeypatch):
     """An older torch, whose first step would hang or kill the process, is refused; the error shows both versions."""
-    monkeypatch.setattr(torch, "__version__", "2.10.0+cu128")
-    with pytest.raises(StrategyError, match=r"needs torch 2\.11 or newer, but this is 2\.10\.0"):
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    with pytest.raises(StrategyError, match=r"needs torch 2\.10 or newer, but this is 2\.9\.1"):
         PipelineParallelStrategy()
 
 
