@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_sm.errors import ScriptError
+from lightning_sm.launcher.user_code.script import interpreter
 
 
 def check_script(script: str) -> None:
     """Reject a script that would fail on every host.
 
     Raises:
-        ScriptError: The script is neither a Python file nor a shell script, or cannot be read or parsed.
+        ScriptError: The script cannot be read, parsed or started.
     """
     path = Path(script)
-    if path.suffix not in {".py", ".sh"}:
-        raise ScriptError(f"The training script {script!r} is neither a Python file (*.py) nor a shell script (*.sh).")
+    interpreter(path)
+    if path.suffix != ".py":
+        return
     try:
-        content = path.read_bytes()
-        if path.suffix == ".py":
-            compile(content, script, "exec", dont_inherit=True)
+        compile(path.read_bytes(), script, "exec", dont_inherit=True)
     except OSError as error:
         raise ScriptError(f"The training script {script!r} cannot be read: {error.strerror}.") from error
     except SyntaxError as error:

@@ -8,13 +8,15 @@ import logging
 import os
 import sys
 from argparse import Action
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import Namespace
 
 from lightning_sm._lightning import (
@@ -24,6 +26,7 @@ from lightning_sm._lightning import (
     LightningModule,
     Trainer,
     check_same_distribution,
+    rank_zero_only,
 )
 from lightning_sm.data.service import serve
 from lightning_sm.data.settings import DataServiceSettings
@@ -42,6 +45,7 @@ from lightning_sm.training.process import prepare_host
 from lightning_sm.training.trainer_setup import TrainerSetup, as_list
 
 logger = logging.getLogger(__name__)
+_warn_once = rank_zero_only(logger.warning)
 
 
 class SageMakerCLI(LightningCLI):
@@ -115,7 +119,10 @@ class SageMakerCLI(LightningCLI):
             super().parse_arguments(parser, args)
         else:
             if args is None:
-                args = self._job_arguments(self.job)
+                args = self._job_arguments(self.job, parser)
+            elif ignored := job_arguments(self.job, Path.cwd()):
+                names = ", ".join(argument.partition("=")[0] for argument in ignored)
+                _warn_once("The script passes args to its CLI, so the hyperparameters %s have no effect.", names)
             with _links_postponed([parser, *getattr(self, "_subcommand_parsers", {}).values()]):
                 self.config = _parse(parser, args)
                 # Parse again without defaults and default_config_files, so that only the user's values remain. Pass the
@@ -205,7 +212,7 @@ class SageMakerCLI(LightningCLI):
         optimizer.param_groups[0]["params"][:] = lightning_module.parameters()
         return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
 
-    def _job_arguments(self, job: SageMakerJob) -> list[str]:
+    def _job_arguments(self, job: SageMakerJob, parser: LightningArgumentParser) -> list[str]:
         arguments = sys.argv[1:]
         if hidden := HIDDEN_OPTIONS.read(os.environ):
             arguments = with_options_of_job(arguments, hidden, job, Path.cwd())
@@ -215,9 +222,8 @@ class SageMakerCLI(LightningCLI):
             arguments = job_arguments(job, Path.cwd())
         subcommands = getattr(self, "_subcommand_parsers", {})
         # Default to fit: most jobs cannot name a subcommand, because hyperparameters cannot be positional.
-        if subcommands and not {*subcommands, "-h", "--help"} & set(arguments):
-            arguments = ["fit", *arguments]
-        return arguments
+        is_named = {*subcommands, "-h", "--help"} & set(arguments) or _names_subcommand(parser, arguments, subcommands)
+        return ["fit", *arguments] if subcommands and not is_named else arguments
 
     def _adapt_to_job(self, job: SageMakerJob, parser: LightningArgumentParser, explicit: Namespace) -> None:
         subcommand = self.config.get("subcommand")
@@ -250,6 +256,21 @@ class SageMakerCLI(LightningCLI):
 
 def _is_data_service(action: Action) -> bool:
     return action.dest.partition(".")[0] == DATA_SERVICE
+
+
+def _names_subcommand(parser: LightningArgumentParser, arguments: Sequence[str], subcommands: Collection[str]) -> bool:
+    """Return whether the environment or a configuration file names a subcommand, as jsonargparse allows."""
+    if parser.default_env and f"{parser.env_prefix}_SUBCOMMAND" in os.environ:
+        return True
+    for option, following in pairwise([*arguments, ""]):
+        name, _, value = option.partition("=")
+        if name not in {"--config", "-c"}:
+            continue
+        with suppress(OSError, ValueError, yaml.YAMLError):  # the parser reports what it cannot read
+            content = yaml.safe_load(Path(value or following).read_text(encoding="utf-8"))
+            if isinstance(content, dict) and content.keys() & {"subcommand", *subcommands}:
+                return True
+    return False
 
 
 @contextmanager

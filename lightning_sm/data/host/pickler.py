@@ -180,8 +180,8 @@ class _LimitedFile(io.BytesIO):
 def _warn_of_shared_memory() -> None:
     logger.warning(
         "A loader's dataset has a tensor in shared memory (share_memory_()), which other machines cannot see: "
-        "data hosts get a copy with each iterator. Your changes reach them with the next iterator, and changes by "
-        "workers never come back."
+        "data hosts get a copy with each iterator. Your changes reach them with the next iterator (never with "
+        "persistent_workers=True), and changes by workers never come back."
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from lightning_sm._random_state import RandomState
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, StartIterator
 from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.figures import BatchFigures
@@ -209,6 +210,7 @@ class _Batches:
         limit: Callable[[], float],
     ) -> None:
         settings = source.connection.settings
+        self._source = source
         self._client = source.connection.feeder
         self._next_index = next_index
         window, window_bytes = source.window_batches, settings.window_bytes
@@ -247,20 +249,32 @@ class _Batches:
         Args:
             as_torch: Whether to run the sampler no further than torch would. Before the first batch is requested, and
                 beyond the Trainer's limit, it never runs further, because the state of a sampler that is not exhausted
-                depends on how far it was read.
+                depends on how far it was read. Neither does a sampler that draws random numbers for each batch, because
+                training draws from the same generators.
         """
-        least = self._num_taken + max(1, self._stock_ahead)
-        stop = least
-        if not as_torch:
-            if self._limit is None:
-                self._limit = self._limit_of()
-            stop = int(max(least, min(self._limit, self._pass.wanted_until)))
-        if self._has_ended or (self._num_supplied >= least and self._num_supplied + _MIN_SUPPLY > stop):
+        is_enough = self._num_supplied >= self._least and self._num_supplied + _MIN_SUPPLY > self._stop(as_torch)
+        if self._has_ended or is_enough:
             return
         indices: list[bytes] = []
-        while self._num_supplied < stop and not self._has_ended:
+        while self._num_supplied < self._stop(as_torch) and not self._has_ended:
+            # The first batch's index may draw the order of all others.
+            before = RandomState.now() if self._num_supplied == 1 else None
             indices += self._index()
+            if before is not None:
+                self._source.note_order(is_fixed=before.is_same(RandomState.now()))
         self._client.supply(self._pass.pass_id, indices, is_end=self._has_ended)
+
+    @property
+    def _least(self) -> int:
+        """The number of indices that torch's iterator would have drawn by now."""
+        return self._num_taken + max(1, self._stock_ahead)
+
+    def _stop(self, as_torch: bool) -> int:
+        if as_torch or not self._source.has_fixed_order:
+            return self._least
+        if self._limit is None:
+            self._limit = self._limit_of()
+        return int(max(self._least, min(self._limit, self._pass.wanted_until)))
 
     def _index(self) -> tuple[bytes, ...]:
         """Return the pickled indices of the next batch in a tuple, which is empty if there is no batch."""

@@ -76,6 +76,8 @@ class LoaderSource:
     Attributes:
         iterator: Returns the last iterator over the loader, or None if it is gone.
         begins_at: Where the next iterator starts; None for the first batch.
+        has_fixed_order: Whether the sampler, after the first batch of a pass, has drawn no random numbers from the
+            process's generators; False until known.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class LoaderSource:
         self.trainer = trainer
         self.iterator: Callable[[], RemoteIterator | None] = lambda: None
         self.begins_at: IteratorPosition | None = None
+        self.has_fixed_order = False
         self._feeder: FeederClient | None = None
         self._slots: SlotPool | None = None
         self._close: Callable[[], object] = lambda: None
@@ -120,6 +123,12 @@ class LoaderSource:
                     num_batches = min(num_batches, int(len(loader) * limit))
         return num_batches
 
+    def note_order(self, *, is_fixed: bool) -> None:
+        """Note whether the sampler has drawn random numbers for the second batch of a pass."""
+        self.has_fixed_order = is_fixed
+        if not is_fixed and self.rank == 0:
+            _log_random_samplers(self.name)
+
     def reports(self, loader: DataLoader[Any]) -> tuple[bool, bool]:
         """Return whether to report batches (only in training), and whether each batch is a step.
 
@@ -129,7 +138,8 @@ class LoaderSource:
         trainer = self.trainer
         if trainer is None or not trainer.training:
             return False, False
-        return True, trainer.fit_loop._combined_loader.flattened[0] is loader
+        combined = trainer.fit_loop._combined_loader  # None before the loop starts
+        return True, combined is not None and combined.flattened[0] is loader
 
     def pickled(self, loader: DataLoader[Any]) -> PickledObject:
         """Pickle the loader's parts in their current state, and connect to the data hosts if necessary.
@@ -284,7 +294,16 @@ def _warn_once(cls: str, name: str, why: str) -> None:
 def _log_loaders_without_workers() -> None:
     logger.info(
         "Data hosts also build the batches of loaders with num_workers=0, from a copy of the dataset: the next "
-        "iterator sees what training changes in it."
+        "iterator sees what training changes in it, but not what the dataset changes in itself."
+    )
+
+
+@cache
+def _log_random_samplers(name: str) -> None:
+    logger.warning(
+        "The sampler of %s draws random numbers for each batch, so data hosts build no more batches ahead than the "
+        "loader's own workers would: num_workers * prefetch_factor. Raise them, or draw the order in __iter__.",
+        name,
     )
 
 

@@ -138,7 +138,7 @@ def find_script(program: Program, job: SageMakerJob, env: Mapping[str, str], sub
     for folder in folders:
         path = folder / program.name
         if path.is_file():
-            return Script((*_interpreter(path), str(path)), folder, submitted)
+            return Script((*interpreter(path), str(path)), folder, submitted)
     tried = list(dict.fromkeys(str(folder / program.name) for folder in folders))
     raise ScriptError(
         f"The training script {program.name!r} does not exist. It was named by {program.origin}. "
@@ -164,10 +164,16 @@ def _folders(program: Program, job: SageMakerJob, env: Mapping[str, str], submit
     return folders
 
 
-def _interpreter(path: Path) -> tuple[str, ...]:
+def interpreter(path: Path) -> tuple[str, ...]:
     """Return the command that interprets a file: Python, the one in its first line, or sh; empty for a binary.
 
     The kernel cannot choose it, because files from an archive or in a mounted folder may not be executable.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ScriptError: The file cannot be read, or nothing is known that could run it.
     """
     if path.suffix == ".py":
         return _PYTHON

@@ -59,6 +59,7 @@ class LocalPosition(Callback):
         self._loads_in_process = True
         self._has_trained = False
         self._num_done: int | None = None  # finished batches, if a run resumes within an epoch
+        self._positions: list[Callable[[], None]] = []  # each sets the position of a loader's next iterator
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reset state that an earlier run of the Trainer loaded, and hook into the start of the training loaders.
@@ -70,7 +71,7 @@ class LocalPosition(Callback):
         if stage == "fit":
             vars(trainer.fit_loop).pop("advance", None)  # left by a fit that failed before its first epoch
             self._step_state = self._num_done = None
-            self._has_trained = False
+            self._has_trained, self._positions = False, []
             own: Any = trainer.fit_loop._load_combined_loader_states
             if getattr(own, "func", None) != self._before_first_batch:  # equal if an earlier fit set it
                 vars(trainer.fit_loop)[_SETS_LOADERS] = partial(self._before_first_batch, trainer, own)
@@ -151,13 +152,20 @@ class LocalPosition(Callback):
         is_beyond = self._num_done is not None and self._num_done >= trainer.num_training_batches
         if step_state is not None and (is_beyond or not is_within):
             # A new epoch starts, but its orders were drawn before any hook could restore the random state. Redraw them.
+            self._positions = []
+            vars(fit_loop)["advance"] = partial(self._begin_epoch, trainer)
+        elif self._positions and trainer.current_epoch > 0:
+            # Workers got their datasets before ``on_train_epoch_start``, which may change them, was called again.
             vars(fit_loop)["advance"] = partial(self._begin_epoch, trainer)
         self._step_state = RandomState.now()
 
     def _begin_epoch(self, trainer: Any) -> None:
         """Restart the iterators after the epoch-start hooks, which is when an uninterrupted run starts them."""
         vars(trainer.fit_loop).pop("advance")
-        _restart_iterators(trainer, self._loaders)
+        now = RandomState.now()
+        _restart_iterators(trainer, self._loaders, self._positions)
+        if self._positions:  # the interrupted run started these iterators before its last step
+            now.restore()
         trainer.fit_loop.advance()
 
     def _saved(self, trainer: Trainer, rank: int | None = None) -> dict[str, Any]:
@@ -203,19 +211,23 @@ class LocalPosition(Callback):
         states = self._restore_orders(trainer, 0 if is_changed else None)
         is_cycle = trainer.fit_loop._combined_loader._mode == "max_size_cycle"
         resumed = []
+        self._positions = []
         for (loader, order), state in zip(self._loaders, states, strict=True):
             iterator, num_skipped = state.get("iterator"), now_done
             if order is not None:
                 num_skipped = _num_done_in_cycle(loader, now_done) if is_cycle else now_done
                 order.announce_epoch(trainer.fit_loop.epoch_progress.current.processed)
-                order.skip_next(num_skipped)
+                self._positions.append(partial(order.skip_next, num_skipped))
             elif iterator is not None:
                 num_skipped -= state["begun_at"]
             if isinstance(loader, RemoteDataLoader) and iterator is not None and not is_changed:
-                begin_at(loader, replace(IteratorPosition(**iterator), num_batches=max(0, num_skipped)))
+                position = replace(IteratorPosition(**iterator), num_batches=max(0, num_skipped))
+                self._positions.append(partial(begin_at, loader, position))
             elif order is None:
                 continue
             resumed.append(loader)
+        for set_position in self._positions:
+            set_position()
         for loader in loaders:
             has_position = hasattr(loader, "load_state_dict") or isinstance(loader, FollowingLoader)
             if num_done and loader not in resumed and not has_position:
@@ -338,7 +350,7 @@ def _num_done_in_cycle(loader: DataLoader[Any], num_done: int) -> int:
     return (num_done - 1) % length + 1 if num_done and length else num_done
 
 
-def _restart_iterators(trainer: Any, loaders: _Loaders) -> None:
+def _restart_iterators(trainer: Any, loaders: _Loaders, positions: list[Callable[[], None]]) -> None:
     """Restart the loaders' iterators, which were started before any hook or the samplers' ``set_epoch`` ran.
 
     The iterators of other loaders are not restarted: a stream may be readable only once, and a stateful loader has just
@@ -350,6 +362,8 @@ def _restart_iterators(trainer: Any, loaders: _Loaders) -> None:
     are_all = len(restarted) == len(combined.flattened)
     if fetcher.length is None and not are_all:
         return  # too late: Lightning has already fetched a first batch from every loader
+    for set_position in positions:
+        set_position()
     for _, order in restarted:
         if order is not None:
             order.announce_epoch(fit_loop.epoch_progress.current.processed)

@@ -65,6 +65,9 @@ class Model(LightningModule):
         self.by_hand[where, self.current_epoch, "train"] = indices(data.train_dataloader())
         self.by_hand[where, self.current_epoch, "val"] = indices(data.val_dataloader())
 
+    def on_fit_start(self):
+        self.read("on_fit_start")
+
     def on_train_start(self):
         self.read("on_train_start")
 

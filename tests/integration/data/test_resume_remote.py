@@ -16,6 +16,7 @@ from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.remote_trainer import DataHostLoaders
 from lightning_sm.errors import ResumeError
+from lightning_sm.training.callbacks.mid_epoch import MidEpoch
 from tests.integration import interrupted_fits
 from tests.integration.data.datasets import Data
 from tests.integration.data.numbers import quiet_trainer
@@ -175,6 +176,35 @@ def test_data_hosts_may_come_and_go(pool, tmp_path, begins):
     second = fit(tmp_path, make, turns[1], ckpt=tmp_path / "5.ckpt", save_at=(9,))
     assert ids(second.seen) == after(whole, 5)
     assert ids(fit(tmp_path, make, turns[2], ckpt=tmp_path / "9.ckpt").seen) == after(whole, 9)
+
+
+class Curriculum(Rows):
+    """Samples that depend on an epoch, which a callback sets."""
+
+    epoch = 0
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) + 100 * self.epoch
+
+
+class SetEpoch(Callback):
+    """Sets the epoch of the dataset."""
+
+    def on_train_epoch_start(self, trainer, model):
+        trainer.train_dataloader.dataset.epoch = trainer.current_epoch
+
+
+@pytest.mark.parametrize("are_remote", [True, False])
+def test_the_epoch_that_a_callback_sets_reaches_a_resumed_epoch(pool, tmp_path, are_remote):
+    """Workers get the dataset after ``on_train_epoch_start``, as in an uninterrupted run."""
+    make = lambda notes: DataLoader(Curriculum(notes), BATCH_SIZE, shuffle=True, num_workers=2)  # noqa: E731
+    hosts, step = pool.hosts if are_remote else (), NUM_STEPS + 7
+    whole = fit(tmp_path, make, hosts, MidEpoch(), SetEpoch(), save_at=(step,), max_epochs=3)
+    resumed = fit(tmp_path, make, hosts, MidEpoch(), SetEpoch(), ckpt=tmp_path / f"{step}.ckpt", max_epochs=3)
+    assert ids(resumed.seen) == after(ids(whole.seen), step)
+    assert min(index for (epoch, _), (part,) in ids(whole.seen).items() for index in part if epoch == 1) >= 100
+    drawn = [{key: number for key, (_, number) in one.seen.items()} for one in (whole, resumed)]
+    assert drawn[1] == after(drawn[0], step)
 
 
 def test_a_stream_without_data_hosts_begins_again(pool, tmp_path, caplog):

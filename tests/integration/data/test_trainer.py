@@ -8,9 +8,12 @@ import pytest
 import torch
 from pytorch_lightning import seed_everything
 from pytorch_lightning.callbacks import BasePredictionWriter, Callback
+from torch.utils.data import DataLoader, Sampler
 
+from lightning_sm import RemoteDataModule
 from lightning_sm.data.trainer import reporter
-from tests.integration.data.numbers import NUM_TEST, Data, Recorder
+from tests.integration.data.datasets import Data as Loaders
+from tests.integration.data.numbers import NUM_TEST, NUM_TRAIN, Data, Recorder, quiet_trainer
 
 pytestmark = pytest.mark.processes
 
@@ -54,6 +57,41 @@ def test_a_trainer_sees_what_it_sees_without_data_hosts(cluster, row):
         trainer.validate(model, datamodule=data, verbose=False)
         seen.append((model.seen, trainer.global_step, cluster.noted()))
     assert seen[0][0]
+    assert seen[0] == seen[1]
+
+
+class Episodes(Sampler):
+    """A sampler that draws each batch from the generator of the process."""
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        return (torch.randperm(NUM_TRAIN)[:3].tolist() for _ in range(len(self)))
+
+
+class Drawing(Recorder):
+    """Draws a random number in each step."""
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((batch.tolist(), torch.rand(()).item()))
+        return self.layer.weight.sum()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_that_draws_each_batch_takes_turns_with_the_steps(pool, tmp_path, num_workers):
+    """Samplers run as far ahead of training as torch's do if they draw from the same generator."""
+
+    def episodes():
+        return DataLoader(torch.arange(NUM_TRAIN), batch_sampler=Episodes(), num_workers=num_workers)
+
+    seen = []
+    for data in (Loaders(episodes), RemoteDataModule(Loaders(episodes), [host.address for host in pool.hosts])):
+        seed_everything(3, verbose=False)
+        model = Drawing()
+        quiet_trainer(tmp_path, max_epochs=2).fit(model, datamodule=data)
+        seen.append(model.seen)
+    assert len(seen[0]) == 40
     assert seen[0] == seen[1]
 
 

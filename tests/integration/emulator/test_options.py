@@ -68,7 +68,7 @@ def test_bad_options_start_nothing(jobs, work, args, message):
     [
         ([], "No training script was given"),
         (["nix.py"], "'nix.py' cannot be read"),
-        (["notes.txt"], "neither a Python file"),
+        (["notes.txt"], "not a Python file"),
         (["broken.py"], "broken.py:2: "),
         (["null.py"], "null.py"),
     ],
@@ -76,6 +76,7 @@ def test_bad_options_start_nothing(jobs, work, args, message):
 def test_bad_scripts_start_nothing(jobs, work, script, message):
     """A script that is missing or does not compile is reported once, not by every host."""
     (work / "broken.py").write_text("x = 1\ndef f(:\n")
+    (work / "notes.txt").write_text("x = 1\n")
     (work / "null.py").write_bytes(b"x = '\0'\n")
     ended = local(jobs, work, "--group", "trainer=3", "--", *script)
     assert ended.returncode == 2

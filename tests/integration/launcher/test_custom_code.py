@@ -270,10 +270,11 @@ def test_a_shell_script_passes_arguments_on_to_python(base, work):
     assert json.loads(train(base, work, "run.sh").stdout) == ["fit", "--data.path=a b", "--list=[1, 2]"]
 
 
-def test_the_emulator_runs_shell_scripts(tmp_path, work):
+@pytest.mark.parametrize(("name", "first_line"), [("run.sh", ""), ("run", "#!/usr/bin/env sh\n")])
+def test_the_emulator_runs_shell_scripts(tmp_path, work, name, first_line):
     """``lightning-sm local -- run.sh`` runs the shell script on every host."""
-    (work / "run.sh").write_text('echo "$SM_CURRENT_HOST got $1"')
-    command = ["local", "--group", "trainer=2", "--base-dir", str(tmp_path / "jobs"), "--", "run.sh", "fit"]
+    (work / name).write_text(first_line + 'echo "$SM_CURRENT_HOST got $1"')
+    command = ["local", "--group", "trainer=2", "--base-dir", str(tmp_path / "jobs"), "--", name, "fit"]
     ended = subprocess.run(
         [sys.executable, "-m", "lightning_sm", *command],
         cwd=work,

@@ -35,11 +35,12 @@ class TestArguments:
             {"data": {"batch_size": 2}, "trainer": {"max_epochs": 3}},
         ],
     )
-    def test_arguments_given_by_the_script(self, host, args):
-        """Arguments that the script passes, as a list or a dict, count as the user's; the command line is not read."""
+    def test_arguments_given_by_the_script(self, host, caplog, args):
+        """Arguments that the script passes, as a list or a dict, count as the user's; hyperparameters do not."""
         cli = host.configure(channels=["training"], hyperparameters={"data.batch_size": "8"}).make(args=args)
         assert (cli.datamodule.batch_size, cli.trainer.max_epochs) == (2, 3)
         assert cli.datamodule.data_dir == str(host.channel("training"))
+        assert "so the hyperparameters --data.batch_size have no effect" in caplog.text
 
     def test_arguments_of_a_subcommand_given_as_a_dict(self, host):
         """Arguments of a subcommand that the script passes as a dict count as the user's."""
@@ -91,6 +92,20 @@ class TestArguments:
         host.configure(hyperparameters={"data.batch_size": "2", "trainer.fast_dev_run": "true"})
         cli = host.start(*given)
         assert (cli.subcommand, cli.datamodule.batch_size) == (("validate", 4) if given else ("fit", 2))
+
+    @pytest.mark.parametrize("form", ["--config={}", "--config {}"])
+    def test_a_file_may_name_the_subcommand(self, host, form):
+        """A configuration file with the section of a subcommand runs that subcommand, as in LightningCLI."""
+        path = host.base_dir / "c.yaml"
+        path.write_text("validate: {trainer: {fast_dev_run: true}, data: {batch_size: 3}}")
+        cli = host.start(*form.format(path).split())
+        assert (cli.subcommand, cli.datamodule.batch_size) == ("validate", 3)
+
+    def test_the_environment_may_name_the_subcommand(self, host, monkeypatch):
+        """With ``default_env``, a variable names the subcommand, as in LightningCLI."""
+        monkeypatch.setenv("PL_SUBCOMMAND", "validate")
+        monkeypatch.setenv("PL_VALIDATE__TRAINER__FAST_DEV_RUN", "true")
+        assert host.start(parser_kwargs={"default_env": True}).subcommand == "validate"
 
     def test_files_of_the_config_channel(self, host):
         """Files are read in order, hyperparameters override them, and their values count as the user's."""
