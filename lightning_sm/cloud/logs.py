@@ -46,8 +46,8 @@ class Log:
         """
         start_ms = max(0, self._latest_ms - _LATE_MS)
         self._seen = {event: time_ms for event, time_ms in self._seen.items() if time_ms >= start_ms}
-        for page in self._pages(startTime=start_ms, logStreamNamePrefix=self._prefix):
-            new = [event for event in page if event["eventId"] not in self._seen]
+        for page in self._pages("filter_log_events", startTime=start_ms, logStreamNamePrefix=self._prefix):
+            new = [event for event in page.get("events", []) if event["eventId"] not in self._seen]
             for event in sorted(new, key=lambda event: event["timestamp"]):
                 self._seen[event["eventId"]] = event["timestamp"]
                 self._latest_ms = max(self._latest_ms, event["timestamp"])
@@ -62,8 +62,8 @@ class Log:
         Raises:
             ClientError: AWS rejects the request.
         """
-        for page in self._pages(logStreamNames=list(streams)):
-            yield from map(_line, page)
+        for page in self._pages("filter_log_events", logStreamNames=list(streams)):
+            yield from map(_line, page.get("events", []))
 
     def streams_by_host(self) -> dict[str, list[str]]:
         """Return the streams of each host, oldest first, with hosts in the order of their numbers.
@@ -71,27 +71,20 @@ class Log:
         Raises:
             ClientError: AWS rejects the request.
         """
-        names: list[str] = []
-        try:
-            pages = self._client.get_paginator("describe_log_streams").paginate(
-                logGroupName=_GROUP, logStreamNamePrefix=self._prefix
-            )
-            names = [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
-        except ClientError as error:
-            _ignore_missing_log(error)
+        pages = self._pages("describe_log_streams", logStreamNamePrefix=self._prefix)
+        names = [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
         streams: dict[str, list[str]] = {}
         for name in sorted(names):  # by time: names end with a ten-digit Unix timestamp
             streams.setdefault(_host(name), []).append(name)
         return dict(sorted(streams.items(), key=lambda item: (len(item[0]), item[0])))
 
-    def _pages(self, **arguments: Any) -> Iterator[list[dict[str, Any]]]:
-        """Yield events page by page; pages before the last one may be empty."""
-        pages = self._client.get_paginator("filter_log_events").paginate(logGroupName=_GROUP, **arguments)
+    def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        """Yield the pages of a request; none if there is no log yet."""
         try:
-            for page in pages:
-                yield page.get("events", [])
+            yield from self._client.get_paginator(operation).paginate(logGroupName=_GROUP, **arguments)
         except ClientError as error:
-            _ignore_missing_log(error)
+            if error_code(error) != "ResourceNotFoundException":  # before an account's first job, there is no log group
+                raise
 
 
 def failure_first(log: Log, reason: str) -> Iterator[str]:
@@ -123,9 +116,3 @@ def _line(event: Mapping[str, Any]) -> str:
 
 def _host(stream: str) -> str:
     return stream.rpartition("/")[2].rpartition("-")[0]
-
-
-def _ignore_missing_log(error: ClientError) -> None:
-    """Raise the error, unless there is no log yet; before an account's first job, even the log group is missing."""
-    if error_code(error) != "ResourceNotFoundException":
-        raise error
