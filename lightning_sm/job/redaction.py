@@ -30,22 +30,7 @@ _SAYS_SECRET = re.compile(
     rf"(?:{_OPENING})(?:key|token))s?)\Z"
 )
 # Words that make a name secret wherever they occur in a part, unless the part counts them ("passwords_per_second").
-_ALWAYS_SECRET = frozenset(
-    [
-        "secret",
-        "secrets",
-        "password",
-        "passwords",
-        "passwd",
-        "passphrase",
-        "credential",
-        "credentials",
-        "authorization",
-        "sas",
-        "webhook",
-        "webhooks",
-    ]
-)
+_ALWAYS_SECRET = re.compile(r"(?:secret|password|credential|webhook)s?|passwd|passphrase|authorization|sas")
 # Short words that make a name secret only at the end: "pin_memory" and "auth_type" are not secret.
 _SECRET_AT_THE_END = frozenset(["pw", "pwd", "jwt", "dsn", "cookie", "cookies", "bearer", "pin", "pat", "auth"])
 # Words that may follow a secret name.
@@ -145,7 +130,7 @@ def shown_arguments(arguments: Sequence[str], hidden: str | None = HIDDEN) -> li
 
 def _says_secret(part: str) -> bool:
     words = [word.lower() for word in _WORD.findall(part)]
-    if "per" not in words and not _ALWAYS_SECRET.isdisjoint(words):
+    if "per" not in words and any(map(_ALWAYS_SECRET.fullmatch, words)):
         return True
     if words[-2:] == ["session", "id"] or "".join(words[-2:]) == "connectionstring":
         return True
