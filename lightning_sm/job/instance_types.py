@@ -16,21 +16,13 @@ _SMALL = {"medium": 2, "large": 2}
 _XLARGE = re.compile(r"(?P<times>[1-9]\d*)?xlarge")
 _VCPUS_OF_XLARGE = 4
 _G_SIZES = {
-    "xlarge": 1,
-    "2xlarge": 1,
-    "4xlarge": 1,
-    "8xlarge": 1,
-    "16xlarge": 1,
-    "12xlarge": 4,
-    "24xlarge": 4,
+    **dict.fromkeys(("xlarge", "2xlarge", "4xlarge", "8xlarge", "16xlarge"), 1),
+    **dict.fromkeys(("12xlarge", "24xlarge"), 4),
     "48xlarge": 8,
 }
 # GPUs by family and size. Types that are not listed count as unknown, since new ones appear every year.
 _GPUS = {
-    "g4dn": _G_SIZES,
-    "g5": _G_SIZES,
-    "g6": _G_SIZES,
-    "g6e": _G_SIZES,
+    **dict.fromkeys(("g4dn", "g5", "g6", "g6e"), _G_SIZES),
     "p3": {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8},
     "p3dn": {"24xlarge": 8},
     "p4d": {"24xlarge": 8},
