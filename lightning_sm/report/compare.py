@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,23 +134,17 @@ def _rows(first: Training, second: Training, prices: Prices) -> Iterator[Sequenc
     yield "hosts", _hosts(a), _hosts(b), ""
     yield "waiting for data", percent(a.pace.waiting), percent(b.pace.waiting), ""
     yield "time of a step", step_time(a.pace.step_s), step_time(b.pace.step_s), _speed(a.pace.step_s / b.pace.step_s)
-    if a.samples_per_s and b.samples_per_s:
-        yield (
-            "samples per second",
-            rate(a.samples_per_s),
-            rate(b.samples_per_s),
-            _change(a.samples_per_s, b.samples_per_s),
-        )
+    yield from _if_known("samples per second", a.samples_per_s, b.samples_per_s, rate)
     yield "steps", f"{first.steps:,}", f"{second.steps:,}", ""
     yield "outside the steps", duration(first.apart_s), duration(second.apart_s), ""
     yield "time to train", duration(first.seconds), duration(second.seconds), _speed(first.seconds / second.seconds)
-    yield from _money("hourly price", first.per_hour, second.per_hour, prices)
-    yield from _money("cost to train", first.cost, second.cost, prices)
+    yield from _if_known("hourly price", first.per_hour, second.per_hour, prices.amount)
+    yield from _if_known("cost to train", first.cost, second.cost, prices.amount)
 
 
-def _money(name: str, a: float | None, b: float | None, prices: Prices) -> Iterator[Sequence[str]]:
+def _if_known(name: str, a: float | None, b: float | None, text: Callable[[float], str]) -> Iterator[Sequence[str]]:
     if a is not None and b is not None:
-        yield name, prices.amount(a), prices.amount(b), _change(a, b)
+        yield name, text(a), text(b), _change(a, b)
 
 
 def _notes(a: Figures, b: Figures, prices: Prices) -> Iterator[str]:
