@@ -253,17 +253,12 @@ def _secrets(job: Job) -> Iterator[JobProblem]:
     environment = {name: value for name, value in job.environment.items() if name != JOB_SECRET.name}
     sources = {"config": config_of(job), "hyperparameters": job.hyperparameters, "environment": environment}
     sources["tune.ranges"] = {} if job.tune is None else {name: span.values for name, span in job.tune.ranges.items()}
-    secrets = [
-        (source, path)
-        for source, values in sources.items()
-        for name, value in values.items()
-        for path in _hidden(name, value)
-    ]
-    for source, path in secrets:
-        if path not in job.not_secret:
-            allowed = f"If it is not a secret, set not_secret: [{', '.join([*job.not_secret, path])}]."
-            key = f"{source}.{path}"
-            yield JobProblem(key, f"{key} looks like a secret. {_ADVICE_ON_SECRETS} {allowed}")
+    for source, values in sources.items():
+        for key in _hidden(source, values):
+            name = key.removeprefix(f"{source}.")
+            if name not in job.not_secret:
+                allowed = f"If it is not a secret, set not_secret: [{', '.join([*job.not_secret, name])}]."
+                yield JobProblem(key, f"{key} looks like a secret. {_ADVICE_ON_SECRETS} {allowed}")
 
 
 def _hidden(name: str, value: Any) -> Iterator[str]:
