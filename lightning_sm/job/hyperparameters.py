@@ -196,12 +196,7 @@ def toolkit_value(text: str) -> Any:
         text: The undecoded value.
     """
     value = _json(text)
-    if value is not _NOT_JSON:
-        return value
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
+    return _literal(text) if value is _NOT_JSON else value
 
 
 def _json(text: str) -> Any:
@@ -211,16 +206,19 @@ def _json(text: str) -> Any:
         return _NOT_JSON
 
 
-def _python_container(text: str) -> Any:
-    """Return the list, tuple or dict that a text represents in Python's notation, or None if it represents none."""
-    if not text.startswith(("[", "{", "(")):
-        return None
+def _literal(text: str) -> Any:
+    """Return the value that a text represents in Python's notation, or the text if it represents none."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler warns about text such as "[1](2)"
-            value = ast.literal_eval(text)
+            return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return None
+        return text
+
+
+def _python_container(text: str) -> Any:
+    """Return the list, tuple or dict that a text represents in Python's notation, or None if it represents none."""
+    value = _literal(text) if text.startswith(("[", "{", "(")) else None
     return value if isinstance(value, (list, tuple, dict)) else None
 
 
