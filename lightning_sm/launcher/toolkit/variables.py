@@ -60,7 +60,9 @@ def toolkit_variables(
     resources = read_json_file(job.base_dir / "input" / "config" / "resourceconfig.json", dict[str, Any])
     if not resources:
         return {}
-    for_script, own = _hyperparameters(job)
+    decoded = {name: json_or_text(text) for name, text in job.hyperparameters.items()}
+    own = {name: decoded[name] for name in decoded if name.startswith(_PREFIX) or name in _NOT_FOR_SCRIPTS}
+    for_script = {name: decoded[name] for name in decoded if name not in own}
     not_of_framework = (*_NOT_FOR_SCRIPTS, *(_PREFIX + name for name in _OWN))
     framework = {name: value for name, value in own.items() if name not in not_of_framework}
     facts = _facts(job, resources, entry_point, own, env)
@@ -128,14 +130,6 @@ def _facts(
         "resource_config": resources,
         "user_entry_point": entry_point,
     }
-
-
-def _hyperparameters(job: SageMakerJob) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the decoded hyperparameters for the script, and those for the toolkit."""
-    decoded = {name: json_or_text(text) for name, text in job.hyperparameters.items()}
-    own = {name for name in decoded if name.startswith(_PREFIX) or name in _NOT_FOR_SCRIPTS}
-    for_script = {name: value for name, value in decoded.items() if name not in own}
-    return for_script, {name: decoded[name] for name in own}
 
 
 def _text(value: Any) -> str:
