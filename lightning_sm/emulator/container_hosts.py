@@ -27,7 +27,7 @@ from lightning_sm.emulator.docker import (
     tell,
 )
 from lightning_sm.emulator.guard import guarded
-from lightning_sm.emulator.hosts import EmulatedHost, HostRuntime, default_variables, job_settings
+from lightning_sm.emulator.hosts import EmulatedHost, HostRuntime
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.script import check_script
 from lightning_sm.emulator.spec import CHECKPOINTS, CONTROL, ClusterSpec, LocalHost
@@ -165,14 +165,9 @@ class ContainerRuntime(HostRuntime):
                 "the containers see of this machine. Change to the folder of your code."
             )
 
-    def shared_environment(self, spec: ClusterSpec) -> dict[str, str]:
-        """Return the variables set by the service, this runtime and the job, without this machine's variables."""
-        return {
-            **default_variables(spec),
-            **(_USER_VARIABLES if self._user else {}),
-            **job_settings(spec),
-            **spec.environment,
-        }
+    def system_variables(self, spec: ClusterSpec) -> dict[str, str]:
+        """Return the variables that a foreign user needs; containers inherit none of this machine's."""
+        return _USER_VARIABLES if self._user else {}
 
     def base_dir(self, folder: Path) -> Path:
         """Return ``/opt/ml``."""

@@ -190,9 +190,25 @@ class HostRuntime(ABC):
             LightningSMError: The hosts cannot run it; nothing was started.
         """
 
-    @abstractmethod
     def shared_environment(self, spec: ClusterSpec) -> dict[str, str]:
-        """Return the environment variables that all hosts share."""
+        """Return the environment variables that all hosts share, including a new secret."""
+        num_processes = len(spec.host_names) * (spec.devices or 1)
+        return {
+            # Two defaults, which the variables of this machine override.
+            "AWS_REGION": "us-east-1",
+            # All hosts share this machine's CPUs, and PyTorch would start one thread per CPU in every process.
+            "OMP_NUM_THREADS": str(max(1, usable_cpus() // num_processes)),
+            **self.system_variables(spec),
+            **({} if spec.devices is None else {DEVICES.name: str(spec.devices)}),
+            **new_secret(),
+            # These two affect only the job's reports.
+            **{setting.name: os.environ[setting.name] for setting in (REPORT_S, PRICES) if setting.name in os.environ},
+            **spec.environment,
+        }
+
+    @abstractmethod
+    def system_variables(self, spec: ClusterSpec) -> dict[str, str]:
+        """Return the variables that this system adds for all hosts; those of the job and the user override them."""
 
     def host_environment(self, folder: Path) -> dict[str, str]:
         """Return additional variables for one host.
@@ -255,23 +271,3 @@ class HostRuntime(ABC):
             output: Receives the host's output.
             changed: Event to set when the host has exited.
         """
-
-
-def default_variables(spec: ClusterSpec) -> dict[str, str]:
-    """Return the defaults of variables that users may override."""
-    num_processes = len(spec.host_names) * (spec.devices or 1)
-    return {
-        "AWS_REGION": "us-east-1",
-        # All hosts share this machine's CPUs, and PyTorch would start one thread per CPU in every process.
-        "OMP_NUM_THREADS": str(max(1, usable_cpus() // num_processes)),
-    }
-
-
-def job_settings(spec: ClusterSpec) -> dict[str, str]:
-    """Return the settings that the emulator passes to all hosts of a job, including a new secret."""
-    return {
-        **({} if spec.devices is None else {DEVICES.name: str(spec.devices)}),
-        **new_secret(),
-        # These two affect only the job's reports.
-        **{setting.name: os.environ[setting.name] for setting in (REPORT_S, PRICES) if setting.name in os.environ},
-    }

@@ -23,7 +23,7 @@ from lightning_sm._linux import (
 )
 from lightning_sm.emulator import own_disk
 from lightning_sm.emulator.guard import guarded
-from lightning_sm.emulator.hosts import EmulatedHost, HostRuntime, default_variables, job_settings
+from lightning_sm.emulator.hosts import EmulatedHost, HostRuntime
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.ports import reserve_ports
 from lightning_sm.emulator.processes import is_alive, processes_of_job, signal_process, variable_of
@@ -148,8 +148,8 @@ class ProcessRuntime(HostRuntime):
             )
         check_script(command[0])
 
-    def shared_environment(self, spec: ClusterSpec) -> dict[str, str]:
-        """Return this process's environment, without variables left by other jobs, plus the job's settings."""
+    def system_variables(self, spec: ClusterSpec) -> dict[str, str]:
+        """Return this process's environment, without GPUs and variables of other jobs, plus all hosts' addresses."""
         hosts = spec.host_names
         inherited = {
             name: value
@@ -157,18 +157,15 @@ class ProcessRuntime(HostRuntime):
             if name not in _LEAKING_NAMES and not name.startswith(_LEAKING_PREFIXES)
         }
         return {
-            **default_variables(spec),
             **inherited,
             "CUDA_VISIBLE_DEVICES": "",
             # Turn off Apple's GPU (see Lightning's accelerators/mps.py): Lightning refuses to use it on several hosts.
             "DISABLE_MPS": "1",
             "SM_NUM_GPUS": "0",
             "PYTHONUNBUFFERED": "1",
-            **job_settings(spec),
             HOST_ADDRESSES.name: json.dumps(dict(zip(hosts, loopback_addresses(len(hosts)), strict=True))),
             # Do not install packages into this Python unless the user asks for it.
             INSTALL_REQUIREMENTS.name: Install.NEVER.value,
-            **spec.environment,
         }
 
     def host_environment(self, folder: Path) -> dict[str, str]:
