@@ -195,7 +195,7 @@ class ContainerRuntime(HostRuntime):
     def start(self, host: LocalHost, command: Sequence[str], output: Output, changed: threading.Event) -> ContainerHost:
         """Create a host's container and start it; see ``HostRuntime``."""
         job = host.env["TRAINING_JOB_NAME"]
-        container = _container_name(job, host.name)
+        container = f"{job}-{host.name}"
         options = ["--name", container, "--hostname", host.name, *label(job), *self._user]
         options += ["--network", job, "--network-alias", host.name]
         # Docker's default of 64 MB is too little for data workers. Linux itself allows half of the memory.
@@ -230,10 +230,6 @@ def _variables(env: Mapping[str, str]) -> Iterator[tuple[list[str], dict[str, st
         file.writelines(f"{name}={value}\n" for name, value in env.items() if name not in several_lines)
         file.flush()
         yield ["--env-file", file.name, *(f"--env={name}" for name in several_lines)], several_lines
-
-
-def _container_name(job: str, host: str) -> str:
-    return f"{job}-{host}"
 
 
 def _client_environment(host: LocalHost) -> dict[str, str]:
