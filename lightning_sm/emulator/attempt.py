@@ -219,14 +219,16 @@ class Attempt:
             return self._interrupted(self._interruption)
         failed = self._first_failed()
         if failed is not None:
-            self._output.say(
-                f"Host {failed.host.name} (group {failed.host.group}) failed with exit code {failed.exit_code}."
-            )
-            self._stop()
-            return AttemptOutcome(failed.exit_code or 0, failed=failed.host)
+            return self._failure(failed, f" failed with exit code {failed.exit_code}.")
         if self._waiting or any(host.exit_code != 0 for host in self.hosts):
             return None
         return AttemptOutcome(0)
+
+    def _failure(self, failed: EmulatedHost, how: str) -> AttemptOutcome:
+        """Print which host failed and how, stop the others, and return the outcome."""
+        self._output.say(f"Host {failed.host.name} (group {failed.host.group}){how}")
+        self._stop()
+        return AttemptOutcome(failed.exit_code or 0, failed=failed.host)
 
     def _interrupted(self, interruption: _Interruption) -> AttemptOutcome | None:
         """Send the signals that are due; return the outcome when no host is running."""
@@ -267,12 +269,8 @@ class Attempt:
         if interruption.fault.host is None or first is None or first in interruption.killed:
             return None
         if first.interrupted_at is None:
-            self._output.say(
-                f"Host {first.host.name} (group {first.host.group}), which was not interrupted, exited first, with "
-                f"code {first.exit_code}: SageMaker counts that as a failure of the job."
-            )
-            self._stop()
-            return AttemptOutcome(first.exit_code or 0, failed=first.host)
+            how = f", which was not interrupted, exited first, with code {first.exit_code}"
+            return self._failure(first, f"{how}: SageMaker counts that as a failure of the job.")
         now = time.monotonic()
         for host in self._running():
             if host.interrupted_at is None:
