@@ -117,6 +117,5 @@ def _groups(resources: dict[str, Any]) -> dict[str, Any]:
 
 def _values(hyperparameters: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of all hyperparameters, including those for SageMaker's toolkit."""
-    of_toolkit = {name: text for name, text in hyperparameters.items() if is_for_toolkit(name)}
-    of_toolkit.pop(TUNING_OBJECTIVE, None)
-    return {name: toolkit_value(text) for name, text in of_toolkit.items()} | values_of(hyperparameters)
+    of_toolkit = [name for name in hyperparameters if is_for_toolkit(name) and name != TUNING_OBJECTIVE]
+    return {name: toolkit_value(hyperparameters[name]) for name in of_toolkit} | values_of(hyperparameters)
