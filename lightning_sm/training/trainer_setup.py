@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sm._lightning import Callback, ClusterEnvironment, Trainer
+from lightning_sm._lightning import Callback, ClusterEnvironment, ModelCheckpoint, Trainer
 from lightning_sm.errors import OutputDirectoryError, TopologyError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.timing.step_times import StepTimes
@@ -103,6 +104,9 @@ class TrainerSetup:
         # Add SpotCheckpoint last: a Trainer that gets a Checkpoint callback does not add its default ModelCheckpoint.
         if not any(isinstance(callback, SpotCheckpoint) for callback in callbacks):
             callbacks.append(SpotCheckpoint(self._job.checkpoint_dir or self._job.host_output_dir / "checkpoints"))
+        if sum(isinstance(callback, ModelCheckpoint) for callback in callbacks) == 1:
+            # Lightning counts SpotCheckpoint, too; ckpt_path="best" means the first callback.
+            warnings.filterwarnings("ignore", message=".*configured with multiple `ModelCheckpoint`")
         # Announce only now: the user may have passed another SageMakerEnvironment.
         environment = used if isinstance(used, SageMakerEnvironment) else self._environment
         prepare_process(environment).announce(environment, trainer.num_devices)

@@ -64,6 +64,13 @@ def reset_peak():
     Path("/proc/self/clear_refs").write_text("5")  # man 5 proc
 
 
+def test_the_best_checkpoint_is_that_of_the_only_model_checkpoint(host, recwarn):
+    """``ckpt_path="best"`` warns of several ModelCheckpoints only if the script has several."""
+    cli = fit(host, BEST)
+    cli.trainer.test(cli.model, cli.datamodule, ckpt_path="best", verbose=False)
+    assert not [str(one.message) for one in recwarn if "multiple `ModelCheckpoint`" in str(one.message)]
+
+
 class TestSize:
     """The export uses no more time, memory and disk than necessary."""
 
