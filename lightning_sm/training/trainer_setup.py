@@ -97,7 +97,7 @@ class TrainerSetup:
         callbacks.extend(callback for callback in self._callbacks if callback not in callbacks)
         CheckpointLoader.of(trainer, self._job)
         continue_runs(trainer, self._job)
-        self._outputs.route_checkpoints(trainer)
+        self._outputs.route_folders(trainer)
         if self._job.checkpoint_dir is not None:
             make_durable(trainer, self._job.checkpoint_dir)
         install_shard_hooks(trainer)

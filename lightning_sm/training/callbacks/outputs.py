@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has no type information
@@ -69,25 +70,27 @@ class JobOutputs(UnlistedCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set the folders again, because ``configure_callbacks`` may have added callbacks."""
-        self.route_checkpoints(trainer)
+        self.route_folders(trainer)
         if self._job.checkpoint_dir is not None:
             # Ignore the warning, because the folder always holds the run's record and, after a restart, the run's
             # checkpoints.
             folder = re.escape(str(self._job.checkpoint_dir))
             warnings.filterwarnings("ignore", rf"Checkpoint directory {folder}(/.*)? exists and is not empty")
 
-    def route_checkpoints(self, trainer: Trainer) -> None:
-        """Set the folder of each checkpoint callback.
+    def route_folders(self, trainer: Trainer) -> None:
+        """Set the folders of checkpoint callbacks and of the profiler.
 
         A ``ModelCheckpoint`` without a folder gets the checkpoint directory, if the job has one. A folder below the
-        working directory moves below the checkpoint directory, or else below the host's output directory.
+        working directory moves below the checkpoint directory, or else below the host's output directory. A profiler's
+        folder moves below the host's output directory.
 
         Call this as soon as the Trainer exists: ``fit(ckpt_path="last")`` looks for the file before ``setup``.
         """
+        output_dir = self._job.host_output_dir
+        self._route(trainer.profiler, output_dir)  # type: ignore[attr-defined]
         for callback in trainer.checkpoint_callbacks:
             dirpath = getattr(callback, "dirpath", None)
-            if dirpath:
-                callback.dirpath = self._routed(str(dirpath))  # type: ignore[attr-defined]  # also of other classes
+            self._route(callback, self._job.checkpoint_dir or output_dir)  # also of other classes
             if not isinstance(callback, ModelCheckpoint) or self._job.checkpoint_dir is None:
                 continue
             if not dirpath:
@@ -96,19 +99,21 @@ class JobOutputs(UnlistedCallback):
                 logger.info("ModelCheckpoint: save_last makes a copy, because SageMaker does not upload links.")
                 callback.save_last = True
 
-    def _routed(self, dirpath: str) -> str:
-        """Return the new path of a folder that was relative in the script; ``ModelCheckpoint`` has made it absolute."""
-        here = Path.cwd()
+    def _route(self, owner: Any, target: Path) -> None:
+        """Move ``owner.dirpath`` if the script had a relative folder, which ``ModelCheckpoint`` has made absolute."""
+        dirpath, here = getattr(owner, "dirpath", None), Path.cwd()
+        if not dirpath:
+            return
         folder = Path(dirpath).resolve()
         base = self._job.base_dir.resolve()
-        target = self._job.checkpoint_dir or self._job.host_output_dir
         is_jobs = folder.is_relative_to(target.resolve()) or (folder.is_relative_to(base) and base not in here.parents)
         # Keep all folders if the working directory is the root, because every absolute folder is below it.
-        if "://" in dirpath or is_jobs or not folder.is_relative_to(here) or here == Path(here.anchor):
-            return dirpath
-        moved = str(target / folder.relative_to(here))
-        _log_once("ModelCheckpoint: dirpath = %s, because SageMaker does not upload %s.", moved, dirpath)
-        return moved
+        if "://" in str(dirpath) or is_jobs or not folder.is_relative_to(here) or here == Path(here.anchor):
+            return
+        owner.dirpath = str(target / folder.relative_to(here))
+        _log_once(
+            "%s: dirpath = %s, because SageMaker does not upload %s.", type(owner).__name__, owner.dirpath, dirpath
+        )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Export the best model."""

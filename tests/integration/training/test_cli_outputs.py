@@ -320,6 +320,11 @@ class TestFolders:
             None: str(base / "kept"),
         }
 
+    def test_a_relative_folder_of_a_profiler_is_below_the_hosts(self, host):
+        """A profiler writes where SageMaker uploads from, not into the working directory."""
+        trainer = host.make("--trainer.profiler=SimpleProfiler", "--trainer.profiler.dirpath=times").trainer
+        assert trainer.profiler.dirpath == str(host.output_dir / "times")
+
     def test_the_last_checkpoint_is_no_link(self, host):
         """save_last=link makes a copy, because SageMaker does not upload links."""
         host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")})
