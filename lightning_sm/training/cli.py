@@ -221,9 +221,11 @@ class SageMakerCLI(LightningCLI):
         if not arguments or is_toolkit_rendering(arguments, job):
             arguments = job_arguments(job, Path.cwd())
         subcommands = getattr(self, "_subcommand_parsers", {})
+        if not subcommands or {*subcommands, "-h", "--help"} & set(arguments) or _is_in_file(subcommands, arguments):
+            return arguments
         # Default to fit: most jobs cannot name a subcommand, because hyperparameters cannot be positional.
-        is_named = {*subcommands, "-h", "--help"} & set(arguments) or _names_subcommand(parser, arguments, subcommands)
-        return ["fit", *arguments] if subcommands and not is_named else arguments
+        variables = os.environ if parser.default_env else {}
+        return [variables.get(f"{parser.env_prefix}_SUBCOMMAND", "fit"), *arguments]
 
     def _adapt_to_job(self, job: SageMakerJob, parser: LightningArgumentParser, explicit: Namespace) -> None:
         subcommand = self.config.get("subcommand")
@@ -258,10 +260,8 @@ def _is_data_service(action: Action) -> bool:
     return action.dest.partition(".")[0] == DATA_SERVICE
 
 
-def _names_subcommand(parser: LightningArgumentParser, arguments: Sequence[str], subcommands: Collection[str]) -> bool:
-    """Return whether the environment or a configuration file names a subcommand, as jsonargparse allows."""
-    if parser.default_env and f"{parser.env_prefix}_SUBCOMMAND" in os.environ:
-        return True
+def _is_in_file(subcommands: Collection[str], arguments: Sequence[str]) -> bool:
+    """Return whether a configuration file names a subcommand, or has a section for one, as jsonargparse allows."""
     for option, following in pairwise([*arguments, ""]):
         name, _, value = option.partition("=")
         if name not in {"--config", "-c"}:

@@ -33,7 +33,8 @@ _STEP = 0x9E3779B97F4A7C15
 
 _NUMBERS = count()
 
-# Send the indices of at least this many batches at a time: a message costs more than the indices of a batch.
+# Send the indices of at least this many batches at a time (or half a small window): a message costs more than a batch's
+# indices.
 _MIN_SUPPLY = 4
 
 
@@ -252,8 +253,9 @@ class _Batches:
                 depends on how far it was read. Neither does a sampler that draws random numbers for each batch, because
                 training draws from the same generators.
         """
-        is_enough = self._num_supplied >= self._least and self._num_supplied + _MIN_SUPPLY > self._stop(as_torch)
-        if self._has_ended or is_enough:
+        stop = self._stop(as_torch)
+        fewest = min(_MIN_SUPPLY, (stop - self._num_taken + 1) // 2)
+        if self._has_ended or (self._num_supplied >= self._least and self._num_supplied + fewest > stop):
             return
         indices: list[bytes] = []
         while self._num_supplied < self._stop(as_torch) and not self._has_ended:

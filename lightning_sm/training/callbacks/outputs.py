@@ -17,7 +17,13 @@ import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has no type information
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from lightning_sm._lightning import LightningModule, ModelCheckpoint, Trainer, rank_zero_only
+from lightning_sm._lightning import (
+    LightningModule,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Trainer,
+    rank_zero_only,
+)
 from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.uploads import files_of
@@ -150,8 +156,13 @@ class JobOutputs(UnlistedCallback):
 
     @staticmethod
     def _best_checkpoints(trainer: Trainer) -> Iterator[str]:
-        """Yield each callback's best checkpoint if this host can read it; those that monitor a metric come first."""
+        """Yield each callback's best checkpoint if this host can read it; those that monitor a metric come first.
+
+        With ``StochasticWeightAveraging``, skip the others: it sets the averages after their last checkpoint.
+        """
         callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        if any(isinstance(one, StochasticWeightAveraging) for one in trainer.callbacks):  # type: ignore[attr-defined]
+            callbacks = [callback for callback in callbacks if callback.monitor is not None]
         for callback in sorted(callbacks, key=lambda callback: callback.monitor is None):
             best = callback.best_model_path
             # After a restart on another host, the file may be in another folder, under the same name.

@@ -105,7 +105,8 @@ class TestArguments:
         """With ``default_env``, a variable names the subcommand, as in LightningCLI."""
         monkeypatch.setenv("PL_SUBCOMMAND", "validate")
         monkeypatch.setenv("PL_VALIDATE__TRAINER__FAST_DEV_RUN", "true")
-        assert host.start(parser_kwargs={"default_env": True}).subcommand == "validate"
+        cli = host.start("--data.batch_size=3", parser_kwargs={"default_env": True})
+        assert (cli.subcommand, cli.datamodule.batch_size) == ("validate", 3)
 
     def test_files_of_the_config_channel(self, host):
         """Files are read in order, hyperparameters override them, and their values count as the user's."""

@@ -88,6 +88,13 @@ class TestSize:
             plain = torch.load(host.model_dir / "state_dict.pt", weights_only=True)
             assert all(torch.equal(plain[name], weights[name]) for name in weights)
 
+    def test_averaged_weights_are_exported(self, host):
+        """Without a metric, the model has the averages that StochasticWeightAveraging sets after the last epoch."""
+        averaging = "{class_path: StochasticWeightAveraging, init_args: {swa_lrs: 0.5, swa_epoch_start: 1}}"
+        weights = fit(host, f"--trainer.callbacks={averaging}", epochs=4).model.state_dict()
+        exported = torch.load(host.model_dir / "state_dict.pt", weights_only=True)
+        assert all(torch.equal(exported[name], weights[name]) for name in weights)
+
     def test_weights_of_a_remote_checkpoint(self, host, monkeypatch):
         """A remote checkpoint that was fetched for its weights is removed afterwards."""
         monkeypatch.setenv(MODEL.name, "weights")
