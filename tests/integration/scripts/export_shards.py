@@ -61,6 +61,7 @@ def export(model_dir, best):
         strategy=strategy,
         local_rank=0,
         is_global_zero=RANK == 0,
+        callbacks=[callback],
         checkpoint_callbacks=[callback],
         save_checkpoint=lambda path: save(Path(path)),
     )
