@@ -53,7 +53,7 @@ class SageMakerCLI(LightningCLI):
 
     Outside SageMaker, it behaves like ``LightningCLI``. In a SageMaker job, it also
 
-    - reads its arguments from the hyperparameters, and runs ``fit`` if they name no subcommand;
+    - reads its arguments from the hyperparameters, and runs ``fit`` if nothing names a subcommand;
     - sets ``trainer.num_nodes`` and the cluster environment, and also the number of devices if a launcher such as
       torchrun determines it;
     - uses ``SMDDPStrategy`` if the SDK's ``distribution`` asks for it, the job supports it, and the user has chosen no
@@ -221,7 +221,7 @@ class SageMakerCLI(LightningCLI):
         if not arguments or is_toolkit_rendering(arguments, job):
             arguments = job_arguments(job, Path.cwd())
         subcommands = getattr(self, "_subcommand_parsers", {})
-        if not subcommands or {*subcommands, "-h", "--help"} & set(arguments) or _is_in_file(subcommands, arguments):
+        if not subcommands or {*subcommands, "-h", "--help"} & set(arguments) or _has_file_for(subcommands, arguments):
             return arguments
         # Default to fit: most jobs cannot name a subcommand, because hyperparameters cannot be positional.
         variables = os.environ if parser.default_env else {}
@@ -260,8 +260,8 @@ def _is_data_service(action: Action) -> bool:
     return action.dest.partition(".")[0] == DATA_SERVICE
 
 
-def _is_in_file(subcommands: Collection[str], arguments: Sequence[str]) -> bool:
-    """Return whether a configuration file names a subcommand, or has a section for one, as jsonargparse allows."""
+def _has_file_for(subcommands: Collection[str], arguments: Sequence[str]) -> bool:
+    """Return whether a config file names a subcommand or has a section for one, as jsonargparse allows."""
     for option, following in pairwise([*arguments, ""]):
         name, _, value = option.partition("=")
         if name not in {"--config", "-c"}:

@@ -4,7 +4,8 @@ Start: imports create a million objects that stay, so the garbage collector take
 Lightning; here it runs less often, which halves that. Torchmetrics finds no torchvision, SciPy and Matplotlib, which it
 imports if they are installed, for metrics of images and sound and for plots, which no test uses. Scripts and other
 packages find them. ``torch._dynamo``, the compiler, which Lightning and optimizers import although no test compiles
-anything, is imported only when its other parts are used; Triton only by who uses it.
+anything, is imported only when its other parts are used. Torch imports neither Triton, whose presence it
+only checks, nor the CUDA bindings, which it does not need.
 
 End: the interpreter's last garbage collections find nothing to do. With all objects of torch and Lightning, they take a
 second. What must happen at the end does not depend on a collection, because Python guarantees none
@@ -122,7 +123,7 @@ def _execute_flags(execute: Callable[[ModuleType], None], module: ModuleType) ->
 
 
 def _execute_without(name: str, stand_in: Any, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    # It imports little of the other module, and uses that only on GPUs or for compiled models.
+    # The module imports one name of the other, and uses it only on GPUs or for compiled models.
     sys.modules.setdefault(name, stand_in)
     try:
         execute(module)
@@ -139,7 +140,7 @@ _EXECUTE = {
     "torchvision.ops.roi_align": partial(_execute_without, _COMPILER_UTILS, _UnusedCompiler.utils),
 }
 
-# Torch works without them, and uses little of them on GPUs.
+# Torch uses them for a few features on GPUs, if they are installed.
 sys.modules["cuda.bindings"] = None  # type: ignore[assignment]
 gc.set_threshold(200_000, 20, 1000)
 sys.meta_path[:0] = [_Finder(), _COMPILER_FINDER]

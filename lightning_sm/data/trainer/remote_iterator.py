@@ -33,8 +33,8 @@ _STEP = 0x9E3779B97F4A7C15
 
 _NUMBERS = count()
 
-# Send the indices of at least this many batches at a time (or half a small window): a message costs more than a batch's
-# indices.
+# Send the indices of at least this many batches at a time, because a message costs more than the indices of a batch. If
+# the window is small, send those of half of it, so that data hosts always have something to do.
 _MIN_SUPPLY = 4
 
 
@@ -116,7 +116,6 @@ class RemoteIterator(_BaseDataLoaderIter):
             # Each pass needs different seeds, although an iterator with persistent workers keeps its base seed.
             seed = (int(self._base_seed) + self._num_resets * _STEP) % (1 << 63)
             ahead = self._num_workers * (loader.prefetch_factor or 0)
-            limit = partial(self._source.limit, loader)
             self._batches = _Batches(
                 self._source,
                 self._opening,
@@ -124,7 +123,7 @@ class RemoteIterator(_BaseDataLoaderIter):
                 self._num_yielded,
                 self._next_index,
                 stock_ahead=ahead,
-                limit=limit,
+                limit=partial(self._source.limit, loader),
             )
             if self._num_workers:
                 self._batches.supply(as_torch=True)  # torch prefetches here, so random samplers draw their order now

@@ -124,7 +124,7 @@ class LoaderSource:
         return num_batches
 
     def note_order(self, *, is_fixed: bool) -> None:
-        """Note whether the sampler has drawn random numbers for the second batch of a pass."""
+        """Note whether the sampler had drawn all of its random numbers by the first batch of a pass."""
         self.has_fixed_order = is_fixed
         if not is_fixed and self.rank == 0:
             _log_random_samplers(self.name)

@@ -150,12 +150,13 @@ class LocalPosition(Callback):
         is_within = (fit_loop.restarted_mid_epoch and not is_at_end) or fit_loop.restarted_on_epoch_end
         # If an earlier, higher limit let more batches finish than this run allows, Lightning restarts the epoch.
         is_beyond = self._num_done is not None and self._num_done >= trainer.num_training_batches
-        if step_state is not None and (is_beyond or not is_within):
+        if is_beyond or not is_within:
             # A new epoch starts, but its orders were drawn before any hook could restore the random state. Redraw them.
-            self._positions = []
-            vars(fit_loop)["advance"] = partial(self._begin_epoch, trainer)
-        elif self._positions and trainer.current_epoch > 0:
+            self._positions, is_too_early = [], step_state is not None
+        else:
             # Workers got their datasets before ``on_train_epoch_start``, which may change them, was called again.
+            is_too_early = trainer.current_epoch > 0 and bool(self._positions)
+        if is_too_early:
             vars(fit_loop)["advance"] = partial(self._begin_epoch, trainer)
         self._step_state = RandomState.now()
 

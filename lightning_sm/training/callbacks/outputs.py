@@ -18,6 +18,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has 
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from lightning_sm._lightning import (
+    Callback,
     LightningModule,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -95,11 +96,10 @@ class JobOutputs(UnlistedCallback):
         output_dir = self._job.host_output_dir
         self._route(trainer.profiler, output_dir)  # type: ignore[attr-defined]
         for callback in trainer.checkpoint_callbacks:
-            dirpath = getattr(callback, "dirpath", None)
             self._route(callback, self._job.checkpoint_dir or output_dir)  # also of other classes
             if not isinstance(callback, ModelCheckpoint) or self._job.checkpoint_dir is None:
                 continue
-            if not dirpath:
+            if not callback.dirpath:
                 callback.dirpath = str(self._job.checkpoint_dir)
             if callback.save_last == "link":
                 logger.info("ModelCheckpoint: save_last makes a copy, because SageMaker does not upload links.")
@@ -160,10 +160,12 @@ class JobOutputs(UnlistedCallback):
 
         With ``StochasticWeightAveraging``, skip the others: it sets the averages after their last checkpoint.
         """
-        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        if any(isinstance(one, StochasticWeightAveraging) for one in trainer.callbacks):  # type: ignore[attr-defined]
-            callbacks = [callback for callback in callbacks if callback.monitor is not None]
-        for callback in sorted(callbacks, key=lambda callback: callback.monitor is None):
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        is_averaged = any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks)
+        found = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in sorted(found, key=lambda callback: callback.monitor is None):
+            if is_averaged and callback.monitor is None:
+                return
             best = callback.best_model_path
             # After a restart on another host, the file may be in another folder, under the same name.
             moved = os.path.join(callback.dirpath or "", os.path.basename(best))

@@ -95,6 +95,6 @@ class ScheduleRunner:
         # 1F1B needs at least one microbatch per stage.
         name = self._name if microbatches >= num_stages else "gpipe"
         schedule = get_schedule_class(name)(stage, max(microbatches, num_stages), self._loss, scale_grads=False)
-        # Set it here, because the constructor of torch 2.10 refuses fewer microbatches than stages, which it can run.
+        # Set it here: torch 2.10 can run fewer microbatches than stages, but its constructor refuses them.
         schedule._n_microbatches = microbatches
         return schedule
