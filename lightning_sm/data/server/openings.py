@@ -66,9 +66,9 @@ class Openings:
                     continue
                 if not self._has_source(opening.source):
                     missing.append(opening.source)
-                    continue
-                self._running.add(name)
-                self._send(StartWorkers(opening))
+                elif not missing:  # in order, because a hook call changes what later openings see
+                    self._running.add(name)
+                    self._send(StartWorkers(opening))
             self._condition.wait_for(lambda: not self._running & wanted.keys(), timeout_s)
             outcomes = {name: self._opened[name] for name in wanted if name in self._opened}
             problems = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}

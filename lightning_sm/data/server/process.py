@@ -93,8 +93,7 @@ class ServerProcess:
             except NothingReceivedError:
                 with self._leasing:
                     outcome = self._leases.outcome(time.monotonic())
-                    running = self._leases.running(time.monotonic())
-                self._openings.keep(running)
+                    self._openings.keep(self._leases.running(time.monotonic()))
                 if outcome is not None:
                     self._send(outcome)
                 continue

@@ -223,9 +223,10 @@ class _HostHooks:
             outcome = trainer.strategy.broadcast(outcome)
         if isinstance(outcome, Exception):
             raise outcome
-        self._run, opening, snapshot, before, data = outcome
+        self._run, opening, snapshot, before, data, sets = outcome
         if not self._calls or self._calls[-1].opening != opening:  # on ranks other than 0
             self._open(hook, key, opening, PickledObject.of_snapshot(snapshot))
+        self._calls[-1].changes = sets
         returned = self._take(self._calls[-1], before, data)
         if not is_alone:  # otherwise the other hosts need the whole DataModule with the next call
             self._known = self._attributes()
@@ -282,7 +283,8 @@ class _HostHooks:
         except Exception:
             self._calls.pop().close()
             raise
-        return self._run, opening, pickled.joined(), before, result
+        sets = bool(call.datamodule or call.values or call.removed)
+        return self._run, opening, pickled.joined(), before, result, sets
 
     def _open(self, hook: str, key: object, opening: Opening, pickled: PickledObject) -> None:
         close = self.connection.feeder.open_source(opening, pickled, self)
@@ -309,7 +311,7 @@ class _HostHooks:
         datamodule = self._datamodule
         result = self._unpickled(call, data)
         if call.hook.endswith("_dataloader"):
-            call.loaders, call.changes = data, bool(result.attributes or result.missing)
+            call.loaders, call.changes = data, bool(call.changes or result.attributes or result.missing)
             self._close_older(call.hook)
         elif call.hook == "setup":  # another run of the Trainer has started and needs new loaders
             for earlier in self._calls:

@@ -281,7 +281,7 @@ class Counted(Data):
 
     def _note(self, hook):
         with self.path.with_suffix(".hooks").open("a") as file:
-            file.write(f"{os.environ[HOST_VARIABLE]} {hook}\n")
+            file.write(f"{os.environ.get(HOST_VARIABLE)} {hook}\n")
 
     def prepare_data(self):
         super().prepare_data()
@@ -292,29 +292,42 @@ class Counted(Data):
         self._note("setup")
 
 
-class Killing(Model):
-    """Kills a data host in mid-epoch, and restarts it."""
+class Doubled(Counted):
+    """Loader hooks that change nothing; its callers change ``step``."""
 
-    def __init__(self, host):
+    def train_dataloader(self):
+        own = DataLoader(self.train_set, 4, sampler=Shuffled(self.train_set), collate_fn=self.collate)
+        return {"rows": own, "letters": DataLoader(Letters(self.path), 2, num_workers=1)}
+
+
+class Killing(Model):
+    """Doubles the rows after the first epoch, and kills and restarts a data host in the last one."""
+
+    def __init__(self, host=None):
         super().__init__()
         self.host = host
 
     def training_step(self, batch, batch_idx):
-        if batch_idx == 1 and self.current_epoch == 0:
+        if self.host is not None and batch_idx == 1 and self.current_epoch == 4:
             self.host.kill()
             self.host.start()
         return super().training_step(batch, batch_idx)
 
+    def on_train_epoch_end(self):
+        self.trainer.datamodule.step = 2
+
 
 def test_a_host_that_comes_back_runs_the_hooks_again(tmp_path):
-    """A restarted host recreates all that an iterator needs, and the run is the same."""
-    stock = a_run(Data(tmp_path / "stock"))
-    with running(Host("a")) as (host,):
-        data = remote([host], Counted(tmp_path / "rows"))
+    """A restarted host recreates all that an iterator needs, attributes set long ago included: the run is the same."""
+
+    def seen(model, data):
         seed_everything(3, verbose=False)
-        model = Killing(host)
-        trainer(reload_dataloaders_every_n_epochs=1).fit(model, data)
-    assert model.seen == stock[: len(model.seen)]
+        trainer(reload_dataloaders_every_n_epochs=1, max_epochs=5).fit(model, data)
+        return model.seen
+
+    stock = seen(Killing(), Doubled(tmp_path / "stock"))
+    with running(Host("a")) as (host,):
+        assert seen(Killing(host), remote([host], Doubled(tmp_path / "rows"))) == stock
     hooks = (tmp_path / "rows.hooks").read_text().splitlines()
     assert hooks == 2 * ["a prepare_data", "a setup"]
 

@@ -75,12 +75,13 @@ def test_ranks_share_what_is_open(main):
 
 
 def test_a_source_that_is_missing_is_named(main):
-    """The reply names a missing source; the other openings are opened."""
+    """The reply names a missing source. Openings after it wait, because a hook call changes what they see."""
     other = Opening("other", "missing")
-    assert main.open(TRAIN, other) == OpeningsReply(["train"], ["missing"])
+    assert main.open(TRAIN, other, VAL) == OpeningsReply(["train"], ["missing"])
     assert main.openings.sources == {"digest", "missing"}
     main.sources.add("missing")
-    assert main.open(TRAIN, other) == OpeningsReply(["train", "other"], [])
+    assert main.open(TRAIN, other, VAL) == OpeningsReply(["train", "other", "val"], [])
+    assert main.sent == [StartWorkers(TRAIN), StartWorkers(other), StartWorkers(VAL)]
 
 
 def test_a_rank_does_not_wait_for_ever(main):
