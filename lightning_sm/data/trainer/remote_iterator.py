@@ -88,7 +88,7 @@ class RemoteIterator(_BaseDataLoaderIter):
             if self._dataset_kind == _DatasetKind.Iterable:
                 self._workers = _StreamWorkers(source, pickled, int(self._base_seed), max(1, self._num_workers))
             else:
-                self._opening = source.open(pickled, self)
+                self._opening = source.open(pickled, loader, self)
             self._start(loader, begins_at)
         except DataServiceError as error:
             self._batches, self._error = None, error
@@ -121,7 +121,7 @@ class RemoteIterator(_BaseDataLoaderIter):
                 self._opening,
                 seed,
                 self._num_yielded,
-                self._next_index,
+                weakref.proxy(self),  # a reference cycle would keep the workers until garbage collection
                 stock_ahead=ahead,
                 limit=partial(self._source.limit, loader),
             )
@@ -204,7 +204,7 @@ class _Batches:
         opening: Opening,
         seed: int,
         first: int,
-        next_index: Callable[[], Any],
+        iterator: RemoteIterator,
         *,
         stock_ahead: int,
         limit: Callable[[], float],
@@ -212,7 +212,7 @@ class _Batches:
         settings = source.connection.settings
         self._source = source
         self._client = source.connection.feeder
-        self._next_index = next_index
+        self._iterator = iterator
         window, window_bytes = source.window_batches, settings.window_bytes
         self._pass = _FeederPass(source, opening, seed, first, window_batches=window, window_bytes=window_bytes)
         self._num_supplied = 0
@@ -280,7 +280,7 @@ class _Batches:
     def _index(self) -> tuple[bytes, ...]:
         """Return the pickled indices of the next batch in a tuple, which is empty if there is no batch."""
         try:
-            index = pickle.dumps(self._next_index(), pickle.HIGHEST_PROTOCOL)
+            index = pickle.dumps(self._iterator._next_index(), pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
         except StopIteration:
             self._has_ended = True
             return ()

@@ -178,19 +178,20 @@ class LoaderSource:
         """Return an opening for the result of ``pickled``."""
         return Opening(name, pickled.digest, stream, is_spawned=self._is_spawned)
 
-    def open(self, pickled: PickledObject, owner: object) -> Opening:
+    def open(self, pickled: PickledObject, loader: DataLoader[Any], iterator: object) -> Opening:
         """Have the data hosts start the workers of an indexed dataset, and wait for them.
 
         Args:
             pickled: The result of ``pickled``.
-            owner: The object that needs the workers. They run as long as it exists, and at least until the next call.
+            loader: The loader. The workers run as long as it exists, or until the next call.
+            iterator: The iterator that needs the workers. They run as long as it exists.
 
         Raises:
             DataServiceError: No data host can start workers, or none did in time.
         """
         feeder, opening = self.connection.feeder, self.opening(pickled, pickled.digest)
-        feeder.open_source(opening, pickled, owner)
-        close, self._close = self._close, feeder.open_source(opening, pickled, self)
+        feeder.open_source(opening, pickled, iterator)
+        close, self._close = self._close, feeder.open_source(opening, pickled, loader)
         close()
         self.wait(opening)
         return opening
