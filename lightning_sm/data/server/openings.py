@@ -100,7 +100,8 @@ class Openings:
     def _close_unwanted(self) -> None:
         with self._condition:
             wanted = set(chain.from_iterable(self._wanted.values()))
-            unwanted = self._opened.keys() - wanted
+            # While the main process is opening others, it would take the message after these, and could forget them.
+            unwanted = set() if self._running else self._opened.keys() - wanted
             for name in unwanted:
                 del self._opened[name]
             if unwanted:

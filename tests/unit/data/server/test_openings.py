@@ -95,6 +95,20 @@ def test_a_rank_does_not_wait_for_ever(main):
     assert main.open(TRAIN) == OpeningsReply(["train"], [])
 
 
+def test_nothing_is_closed_while_others_start(main):
+    """A rank that reconnects meanwhile finds all that it had opened: the main process has forgotten none of it."""
+    main.open(TRAIN)
+    main.is_slow = True
+    main.open(TRAIN, VAL, timeout_s=0.0)
+    main.openings.keep([])
+    assert main.open(TRAIN, VAL, timeout_s=0.0) == OpeningsReply(["train"], [])
+    main.answer("val")
+    assert main.open(TRAIN, VAL) == OpeningsReply(["train", "val"], [])
+    assert main.sent == [StartWorkers(TRAIN), StartWorkers(VAL)]
+    assert main.open(VAL) == OpeningsReply(["val"], [])
+    assert main.sent[2:] == [KeepOpenings(["val"])]
+
+
 def test_a_problem_is_told_once(main):
     """A problem is reported once; the next request tries again, because the cause (a full disk) may be gone."""
     main.outcomes["train"] = PROBLEM
