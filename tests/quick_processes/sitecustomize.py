@@ -5,7 +5,8 @@ Lightning; here it runs less often, which halves that. Torchmetrics finds no tor
 imports if they are installed, for metrics of images and sound and for plots, which no test uses. Scripts and other
 packages find them. ``torch._dynamo``, the compiler, which Lightning and optimizers import although no test compiles
 anything, is imported only when its other parts are used. Torch imports neither Triton, whose presence it
-only checks, nor the CUDA bindings, which it does not need.
+only checks, nor the CUDA bindings, which it does not need, nor what it implements in Python for tensors without data: a
+sixth of its own time.
 
 End: the interpreter's last garbage collections find nothing to do. With all objects of torch and Lightning, they take a
 second. What must happen at the end does not depend on a collection, because Python guarantees none
@@ -30,6 +31,7 @@ from typing import Any
 _HIDDEN = ("torchvision", "scipy", "matplotlib")
 _COMPILER = "torch._dynamo"
 _COMPILER_UTILS = f"{_COMPILER}.utils"
+_META_KERNELS = "torch._meta_registrations"
 
 
 class _UnusedCompiler(ModuleType):
@@ -64,6 +66,7 @@ class _UnusedCompiler(ModuleType):
 def _real_compiler() -> ModuleType:
     """Import the real module in place of the stand-in, unless that has been done."""
     if isinstance(sys.modules[_COMPILER], _UnusedCompiler):
+        import_module(_META_KERNELS)  # before the compiler, because they import each other
         sys.meta_path.remove(_COMPILER_FINDER)
         del sys.modules[_COMPILER], sys.modules["torch"]._dynamo  # type: ignore[attr-defined]
     return import_module(_COMPILER)
@@ -134,6 +137,7 @@ def _execute_without(name: str, stand_in: Any, execute: Callable[[ModuleType], N
 
 _WITHOUT_TRITON = partial(_execute_without, "triton.runtime.jit", SimpleNamespace(JITFunction=type(None)))
 _EXECUTE = {
+    "torch": partial(_execute_without, _META_KERNELS, SimpleNamespace()),
     "torch.utils.flop_counter": _WITHOUT_TRITON,
     "torchmetrics": _execute_package,
     "torchmetrics.utilities.imports": _execute_flags,
