@@ -32,6 +32,8 @@ _HIDDEN = ("torchvision", "scipy", "matplotlib")
 _COMPILER = "torch._dynamo"
 _COMPILER_UTILS = f"{_COMPILER}.utils"
 _META_KERNELS = "torch._meta_registrations"
+# They and the kernels import each other, which works only if the kernels come first.
+_WITH_META_KERNELS = ("torch._decomp", "torch._prims", "torch._refs", "torch.utils._content_store")
 
 
 class _UnusedCompiler(ModuleType):
@@ -66,7 +68,6 @@ class _UnusedCompiler(ModuleType):
 def _real_compiler() -> ModuleType:
     """Import the real module in place of the stand-in, unless that has been done."""
     if isinstance(sys.modules[_COMPILER], _UnusedCompiler):
-        import_module(_META_KERNELS)  # before the compiler, because they import each other
         sys.meta_path.remove(_COMPILER_FINDER)
         del sys.modules[_COMPILER], sys.modules["torch"]._dynamo  # type: ignore[attr-defined]
     return import_module(_COMPILER)
@@ -99,12 +100,25 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname in _WITH_META_KERNELS:
+            import_module(_META_KERNELS)
+            if fullname not in sys.modules:  # the kernels are just importing it
+                return None
+            done: Any = sys.modules[fullname].__spec__
+            done.loader = self  # importlib takes this spec, and would execute the module a second time
+            return done
         if fullname not in _EXECUTE:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = partial(_EXECUTE[fullname], spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: the module is complete."""
 
 
 def _execute_package(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
@@ -136,7 +150,7 @@ def _execute_without(name: str, stand_in: Any, execute: Callable[[ModuleType], N
 
 
 _WITHOUT_TRITON = partial(_execute_without, "triton.runtime.jit", SimpleNamespace(JITFunction=type(None)))
-_EXECUTE = {
+_EXECUTE: dict[str, Callable[..., None]] = {
     "torch": partial(_execute_without, _META_KERNELS, SimpleNamespace()),
     "torch.utils.flop_counter": _WITHOUT_TRITON,
     "torchmetrics": _execute_package,
