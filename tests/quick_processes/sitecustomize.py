@@ -149,9 +149,15 @@ def _execute_without(name: str, stand_in: Any, execute: Callable[[ModuleType], N
             del sys.modules[name]
 
 
+def _execute_torch(execute: Callable[[ModuleType], None], module: Any) -> None:
+    _execute_without(_META_KERNELS, SimpleNamespace(), execute, module)
+    if hasattr(module._C, "_set_generator_metaclass"):  # the kernels' modules do this for all of torch
+        module._C._set_generator_metaclass(module._custom_class_base.CustomClassBaseMeta)
+
+
 _WITHOUT_TRITON = partial(_execute_without, "triton.runtime.jit", SimpleNamespace(JITFunction=type(None)))
-_EXECUTE: dict[str, Callable[..., None]] = {
-    "torch": partial(_execute_without, _META_KERNELS, SimpleNamespace()),
+_EXECUTE = {
+    "torch": _execute_torch,
     "torch.utils.flop_counter": _WITHOUT_TRITON,
     "torchmetrics": _execute_package,
     "torchmetrics.utilities.imports": _execute_flags,
