@@ -151,8 +151,8 @@ def _execute_without(name: str, stand_in: Any, execute: Callable[[ModuleType], N
 
 def _execute_torch(execute: Callable[[ModuleType], None], module: Any) -> None:
     _execute_without(_META_KERNELS, SimpleNamespace(), execute, module)
-    if hasattr(module._C, "_set_generator_metaclass"):  # the kernels' modules do this for all of torch
-        module._C._set_generator_metaclass(module._custom_class_base.CustomClassBaseMeta)
+    if base := getattr(module, "_custom_class_base", None):  # the kernels' modules do this for all of torch
+        module._C._set_generator_metaclass(base.CustomClassBaseMeta)
 
 
 _WITHOUT_TRITON = partial(_execute_without, "triton.runtime.jit", SimpleNamespace(JITFunction=type(None)))

@@ -226,8 +226,7 @@ class _HostHooks:
         self._run, opening, snapshot, before, data, sets = outcome
         if not self._calls or self._calls[-1].opening != opening:  # on ranks other than 0
             self._open(hook, key, opening, PickledObject.of_snapshot(snapshot))
-        self._calls[-1].changes = sets
-        returned = self._take(self._calls[-1], before, data)
+        returned = self._take(self._calls[-1], before, data, sets=sets)
         if not is_alone:  # otherwise the other hosts need the whole DataModule with the next call
             self._known = self._attributes()
         return returned
@@ -306,12 +305,12 @@ class _HostHooks:
         for call in self._calls:
             call.close = self._feeder.open_source(call.opening, call.pickled, self)
 
-    def _take(self, call: _OpenCall, before: RandomState, data: bytes) -> Any:
-        """Apply a call's changes to the DataModule, and return its result."""
+    def _take(self, call: _OpenCall, before: RandomState, data: bytes, *, sets: bool) -> Any:
+        """Apply a call's changes to the DataModule, and return its result; ``sets``: it sets rank 0's attributes."""
         datamodule = self._datamodule
         result = self._unpickled(call, data)
         if call.hook.endswith("_dataloader"):
-            call.loaders, call.changes = data, bool(call.changes or result.attributes or result.missing)
+            call.loaders, call.changes = data, bool(sets or result.attributes or result.missing)
             self._close_older(call.hook)
         elif call.hook == "setup":  # another run of the Trainer has started and needs new loaders
             for earlier in self._calls:

@@ -102,9 +102,9 @@ def test_validation_leaves_the_workers_of_the_training_as_they_are(pool):
     make = DataLoader(Readers(), batch_size=1)
     (host,) = pool.serve(lambda: make, lambda: make)[:1]
     with remote([host]) as module:
-        loader = module.train_dataloader()
+        loader, val = module.train_dataloader(), module.val_dataloader()
         trained, _ = read(loader)
-        validated, num_read = read(module.val_dataloader())
+        validated, num_read = read(val)
         assert num_read == len(make)
         assert not validated & trained
         assert read(loader) == (trained, 2 * len(make))
