@@ -171,8 +171,7 @@ class Attempt:
     def _read_position(self) -> None:
         """Read rank 0's step and epoch at the end of its last batch; the values remain after rank 0 has exited."""
         beats = ControlFolder(self._cluster.main_host.control_dir).beats()
-        trained = [beat for beat in beats if beat.rank == 0 and beat.trained_epoch]
-        if trained:
+        if trained := [beat for beat in beats if beat.rank == 0 and beat.trained_epoch]:
             latest = max(trained, key=lambda beat: beat.at)  # ddp_spawn starts a new process for each fit
             self._position = (latest.step, latest.trained_epoch)
 

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from glob import glob
 from pathlib import Path
 from types import FrameType
 
@@ -226,12 +227,13 @@ class ControlFolder:
     def beats(self) -> list[Beat]:
         """Return the beats of all processes that have announced themselves, even if they have exited."""
         beats = []
-        for path in sorted(self.path.glob(f"{_PROCESS}*")):
+        # Unlike Path.glob, this accepts that the launcher, as it exits, removes the folder in the meantime.
+        for name in sorted(glob(f"{_PROCESS}*", root_dir=self.path)):
             # Skip files that another program created to get the gentle signal, incomplete files, and files that
             # ``clear`` has just removed because the script is restarting.
             with contextlib.suppress(ValueError, KeyError, FileNotFoundError):
-                line = path.read_text(encoding="utf-8", errors="replace")
-                beats.append(_parsed(int(path.name.removeprefix(_PROCESS)), line))
+                line = (self.path / name).read_text(encoding="utf-8", errors="replace")
+                beats.append(_parsed(int(name.removeprefix(_PROCESS)), line))
         return beats
 
     def pids(self) -> set[int]:

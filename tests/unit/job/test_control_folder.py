@@ -4,7 +4,9 @@ import faulthandler
 import os
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -58,6 +60,24 @@ def test_a_file_made_by_hand_announces_a_process(control):
     (beat,) = control.beats()
     assert (beat.pid, beat.phase) == (17, Phase.STARTING)
     assert control.stacks(17) is None
+
+
+def test_the_folder_may_be_removed_while_it_is_read(tmp_path):
+    """The emulator reads beats until a host has exited, and its launcher removes the folder before that."""
+    folder, is_read = tmp_path / "control", threading.Event()
+
+    def make_and_remove():
+        while not is_read.is_set():
+            folder.mkdir()
+            folder.rmdir()
+
+    with ThreadPoolExecutor(1) as pool:
+        removed = pool.submit(make_and_remove)
+        try:
+            assert [ControlFolder(folder).beats() for _ in range(3000)] == 3000 * [[]]
+        finally:
+            is_read.set()
+        removed.result()
 
 
 def test_saved_files_and_lost_peers(control, announced):
