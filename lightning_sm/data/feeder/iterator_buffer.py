@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from lightning_sm.data.feeder.scheduler import StepRange
-from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, StartIterator
+from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, Failed, StartIterator
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.frames import StepRangeHeader
@@ -111,6 +111,7 @@ class IteratorBuffer:
         largest: Size of the largest batch so far, in bytes. If an answer has several batches, their mean size counts.
         in_flight: Requested ranges by request id.
         ready: Complete ranges by their first step.
+        errors: Errors by their batch, in whose place they are delivered.
         next_step: The next batch to deliver.
         stop_step: The batch after the last one, or a huge number while unknown.
     """
@@ -122,6 +123,7 @@ class IteratorBuffer:
         self.largest = largest
         self.in_flight: dict[int, InFlightRange] = {}
         self.ready: dict[int, InFlightRange] = {}
+        self.errors: dict[int, Exception] = {}
         self.next_step = 0
         self.stop_step = _NO_END
         self._indices: dict[int, bytes] = {}  # by batch, until delivered
@@ -278,13 +280,15 @@ class IteratorBuffer:
 
     # Delivery
 
-    def deliveries(self) -> Iterator[DeliveredRange | EndOfPass]:
-        """Remove the ranges that are due, in order, and yield messages that deliver them to the training process."""
+    def deliveries(self) -> Iterator[DeliveredRange | EndOfPass | Failed]:
+        """Remove the ranges and the error that are due, in order, and yield messages that deliver them."""
         while (answer := self.ready.pop(self.next_step, None)) is not None:
             for step in range(self.next_step, answer.step_range.stop):
                 self._indices.pop(step, None)
             self.next_step = answer.step_range.stop
             yield self._delivery(answer)
+        if (error := self.errors.pop(self.next_step, None)) is not None:
+            yield Failed(self.pass_id, type(error).__name__, str(error))
         if self.next_step >= self.stop_step and not self._has_ended:
             self._has_ended = True
             yield EndOfPass(self.pass_id)

@@ -340,10 +340,8 @@ class Feeder:
                 buffer.drop(request.request_id)
                 return
             link.reopen_source(opening)
-        if request.step_range.num_steps == 1:
-            steps = f"batch of step {request.first_step}"
-        else:
-            steps = f"batches of steps {request.first_step} to {request.step_range.stop - 1}"
+        first, stop = request.first_step, request.step_range.stop
+        steps = f"batch of step {first}" if stop == first + 1 else f"batches of steps {first} to {stop - 1}"
         place = ", ".join(filter(None, (f"data host {link.name}", failure.where, steps)))
         is_lost = failure.error in LOST_WORKERS
         reason = f"{failure.text} on data host {link.name}" if is_lost else failure.at(place)
@@ -352,9 +350,8 @@ class Feeder:
         buffer.drop(request.request_id)
         if decision.is_fatal:
             self._cancel(decision.cancel)
-            self.fail(
-                buffer.pass_id, explain(failure.error, request.first_step, decision, buffer.keys(request.first_step))
-            )
+            buffer.errors[first] = explain(failure.error, first, decision, buffer.keys(first))
+            self._deliver(buffer)
             return
         # A failed range is requested again step by step, so report only the step that fails then.
         if request.step_range.num_steps == 1:

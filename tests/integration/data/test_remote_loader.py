@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -205,11 +206,20 @@ def test_what_cannot_be_pickled_is_named(pool):
 
 
 class Failing(Rows):
-    """A dataset with a sample that cannot be read."""
+    """A dataset with a sample that cannot be read. Another one is read after two hosts have tried."""
+
+    def __init__(self, tries):
+        super().__init__()
+        self.tries = tries
 
     def __getitem__(self, index):
         if index == 7:
+            with self.tries.open("a") as file:
+                file.write("x")
             raise ValueError("no seven")
+        deadline = time.monotonic() + 60.0
+        while index == 3 and self.tries.read_text() != "xx" and time.monotonic() < deadline:
+            time.sleep(0.01)
         return super().__getitem__(index)
 
 
@@ -239,9 +249,11 @@ class Deadly(Rows):
         (Deadly, DataServiceError, "exited with code 3 at index 7.* indices \\[6, 7, 8\\]"),
     ],
 )
-def test_the_batch_before_a_bad_sample_arrives(pool, dataset, error, text):
-    """A bad sample's error, which names the sample, is raised after the batches before it."""
-    with remote(pool.serve(lambda: DataLoader(dataset(), 3))) as module:
+def test_the_batch_before_a_bad_sample_arrives(pool, tmp_path, dataset, error, text):
+    """A bad sample's error, which names the sample, is raised after the batches before it, even if these are late."""
+    (tries := tmp_path / "tries").touch()
+    rows = dataset(tries) if dataset is Failing else dataset()
+    with remote(pool.serve(lambda: DataLoader(rows, 3))) as module:
         batches = iter(module.train_dataloader())
         assert [next(batches)["index"].tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
         with pytest.raises(error, match=text):
