@@ -227,7 +227,7 @@ class ControlFolder:
     def beats(self) -> list[Beat]:
         """Return the beats of all processes that have announced themselves, even if they have exited."""
         beats = []
-        # Unlike Path.glob, this accepts that the launcher, as it exits, removes the folder in the meantime.
+        # Path.glob would raise an error if the launcher, as it exits, removes the folder in the meantime.
         for name in sorted(glob(f"{_PROCESS}*", root_dir=self.path)):
             # Skip files that another program created to get the gentle signal, incomplete files, and files that
             # ``clear`` has just removed because the script is restarting.

@@ -83,11 +83,11 @@ class _CompilerFinder:
             return ModuleSpec(fullname, self)
         if not fullname.startswith(f"{_COMPILER}."):
             return None
-        spec = PathFinder.find_spec(fullname, _real_compiler().__path__)
-        return ModuleSpec(fullname, self) if fullname in sys.modules else spec
+        folders = _real_compiler().__path__
+        return _spec_of_imported(fullname) or PathFinder.find_spec(fullname, folders)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return sys.modules.get(spec.name) or _UnusedCompiler(spec.name)
+        return _UnusedCompiler(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: the module is complete."""
@@ -96,29 +96,37 @@ class _CompilerFinder:
 _COMPILER_FINDER = _CompilerFinder()
 
 
-class _Finder:
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname in _WITH_META_KERNELS:
-            import_module(_META_KERNELS)
-            if fullname not in sys.modules:  # the kernels are just importing it
-                return None
-            done: Any = sys.modules[fullname].__spec__
-            done.loader = self  # importlib takes this spec, and would execute the module a second time
-            return done
-        if fullname not in _EXECUTE:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = partial(_EXECUTE[fullname], spec.loader.exec_module)  # type: ignore[method-assign]
-        return spec
+class _Imported:
+    """Loads a module that another one has imported while a finder looked for it."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: the module is complete."""
+
+
+def _spec_of_imported(fullname: str) -> ModuleSpec | None:
+    if fullname not in sys.modules:
+        return None
+    spec: Any = sys.modules[fullname].__spec__
+    spec.loader = _Imported()  # importlib takes this spec, and would execute the module a second time
+    return spec
+
+
+class _Finder:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in _WITH_META_KERNELS:
+            import_module(_META_KERNELS)
+            return _spec_of_imported(fullname)  # None while the kernels import it
+        if fullname not in _EXECUTE:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(_EXECUTE[fullname], spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
 
 
 def _execute_package(execute: Callable[[ModuleType], None], module: ModuleType) -> None:

@@ -322,7 +322,7 @@ class HostLink:
 
     def _refuse(self, error: DataServiceError) -> None:
         self._set_state(Liveness.DOWN, str(error))
-        self._owner.fail(None, error)
+        self._owner.fail(error)
 
 
 class _Stream(FrameReader):

@@ -187,14 +187,9 @@ class Feeder:
         except OSError:
             logger.debug("The training process has exited, so the feeder exits too.")
 
-    def fail(self, pass_id: int | None, error: Exception) -> None:
-        """End a pass with an error.
-
-        Args:
-            pass_id: Number of the pass; None for all, as when a host is not part of this job or violates the protocol.
-            error: The error.
-        """
-        self._notify(kinds.Failed(pass_id, type(error).__name__, str(error)))
+    def fail(self, error: Exception) -> None:
+        """End all passes with an error, as when a host is not part of this job or violates the protocol."""
+        self._notify(kinds.Failed(None, type(error).__name__, str(error)))
 
     def _deliver(self, buffer: IteratorBuffer) -> None:
         for message in buffer.deliveries():
@@ -236,7 +231,7 @@ class Feeder:
             with self._lock:
                 self._openings.opened(link, name, outcome)
         except DataServiceError as error:
-            self.fail(None, error)
+            self.fail(error)
         self._send_requests()
 
     def _drop_snapshot(self, digest: str) -> None:
@@ -253,7 +248,8 @@ class Feeder:
             try:
                 self._receive_frame(buffer, request, kind, value, payload)
             except BatchTooLargeError as error:
-                self.fail(buffer.pass_id, error)
+                buffer.errors[request.first_step] = error
+                self._deliver(buffer)
             except WireError as error:
                 raise _about(request, error) from error
 

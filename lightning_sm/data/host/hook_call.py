@@ -67,12 +67,14 @@ class HookResult:
         attributes: Small attributes that the hook set or changed.
         missing: Names of the other attributes that the hook set or changed, which trainers do not get.
         random_state: Random state after the call.
+        changes: Whether the call has changed state that later calls see.
     """
 
     returned: Any
     attributes: dict[str, Any]
     missing: list[str]
     random_state: RandomState
+    changes: bool
 
 
 class HookCalls:
@@ -93,9 +95,7 @@ class HookCalls:
         Raises:
             DataSettingsError: The hook splits the data by rank, or its result cannot be pickled or is too large.
         """
-        datamodule = call.datamodule
-        if datamodule is None:
-            datamodule = self._datamodules[call.run]
+        datamodule = self._datamodules[call.run] if call.datamodule is None else call.datamodule
         for removed in call.removed:
             vars(datamodule).pop(removed, None)
         for attribute, value in call.values.items():
@@ -111,8 +111,9 @@ class HookCalls:
         for loader in loaders:
             parts.leave_function(loader.collate_fn)
             parts.leave_function(loader.worker_init_fn)
+        changes = bool(changed or call.values or call.removed or call.datamodule is not None)
         pickled = pickle_object(
-            HookResult(returned, attributes, missing, states),
+            HookResult(returned, attributes, missing, states, changes),
             by_name=call.by_name,
             named={str(call): returned},
             advice=f"Trainers get the loaders and their samplers, but datasets stay on the data hosts. {REMEDIES}",

@@ -100,7 +100,7 @@ class Openings:
     def _close_unwanted(self) -> None:
         with self._condition:
             wanted = set(chain.from_iterable(self._wanted.values()))
-            # While the main process is opening others, it would take the message after these, and could forget them.
+            # The main process would close the ones that it is opening now, too, although they may be wanted by then.
             unwanted = set() if self._running else self._opened.keys() - wanted
             for name in unwanted:
                 del self._opened[name]

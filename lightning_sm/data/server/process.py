@@ -93,6 +93,7 @@ class ServerProcess:
             except NothingReceivedError:
                 with self._leasing:
                     outcome = self._leases.outcome(time.monotonic())
+                    # With the lock, or a rank that connects in the meantime would lose its openings.
                     self._openings.keep(self._leases.running(time.monotonic()))
                 if outcome is not None:
                     self._send(outcome)

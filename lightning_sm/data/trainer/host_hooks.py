@@ -223,10 +223,10 @@ class _HostHooks:
             outcome = trainer.strategy.broadcast(outcome)
         if isinstance(outcome, Exception):
             raise outcome
-        self._run, opening, snapshot, before, data, sets = outcome
+        self._run, opening, snapshot, before, data = outcome
         if not self._calls or self._calls[-1].opening != opening:  # on ranks other than 0
             self._open(hook, key, opening, PickledObject.of_snapshot(snapshot))
-        returned = self._take(self._calls[-1], before, data, sets=sets)
+        returned = self._take(self._calls[-1], before, data)
         if not is_alone:  # otherwise the other hosts need the whole DataModule with the next call
             self._known = self._attributes()
         return returned
@@ -282,8 +282,7 @@ class _HostHooks:
         except Exception:
             self._calls.pop().close()
             raise
-        sets = bool(call.datamodule or call.values or call.removed)
-        return self._run, opening, pickled.joined(), before, result, sets
+        return self._run, opening, pickled.joined(), before, result
 
     def _open(self, hook: str, key: object, opening: Opening, pickled: PickledObject) -> None:
         close = self.connection.feeder.open_source(opening, pickled, self)
@@ -305,12 +304,12 @@ class _HostHooks:
         for call in self._calls:
             call.close = self._feeder.open_source(call.opening, call.pickled, self)
 
-    def _take(self, call: _OpenCall, before: RandomState, data: bytes, *, sets: bool) -> Any:
-        """Apply a call's changes to the DataModule, and return its result; ``sets``: it sets rank 0's attributes."""
+    def _take(self, call: _OpenCall, before: RandomState, data: bytes) -> Any:
+        """Apply a call's changes to the DataModule, and return its result."""
         datamodule = self._datamodule
         result = self._unpickled(call, data)
         if call.hook.endswith("_dataloader"):
-            call.loaders, call.changes = data, bool(sets or result.attributes or result.missing)
+            call.loaders, call.changes = data, result.changes
             self._close_older(call.hook)
         elif call.hook == "setup":  # another run of the Trainer has started and needs new loaders
             for earlier in self._calls:

@@ -292,12 +292,13 @@ class Counted(Data):
         self._note("setup")
 
 
-class Doubled(Counted):
-    """Loader hooks that change nothing; its callers change ``step``."""
+class Unchanged(Counted):
+    """A DataModule whose loader hooks change no attribute."""
 
     def train_dataloader(self):
-        own = DataLoader(self.train_set, 4, sampler=Shuffled(self.train_set), collate_fn=self.collate)
-        return {"rows": own, "letters": DataLoader(Letters(self.path), 2, num_workers=1)}
+        loaders = super().train_dataloader()
+        self.hooks.pop()
+        return loaders
 
 
 class Killing(Model):
@@ -325,9 +326,9 @@ def test_a_host_that_comes_back_runs_the_hooks_again(tmp_path):
         trainer(reload_dataloaders_every_n_epochs=1, max_epochs=5).fit(model, data)
         return model.seen
 
-    stock = seen(Killing(), Doubled(tmp_path / "stock"))
+    stock = seen(Killing(), Unchanged(tmp_path / "stock"))
     with running(Host("a")) as (host,):
-        assert seen(Killing(host), remote([host], Doubled(tmp_path / "rows"))) == stock
+        assert seen(Killing(host), remote([host], Unchanged(tmp_path / "rows"))) == stock
     hooks = (tmp_path / "rows.hooks").read_text().splitlines()
     assert hooks == 2 * ["a prepare_data", "a setup"]
 

@@ -35,7 +35,7 @@ class Owner:
     def link_opened_source(self, link, name, outcome):
         """Ignore the outcome."""
 
-    def fail(self, pass_id, error):
+    def fail(self, error):
         raise error
 
     def link_frame(self, *_):
