@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.util import find_spec
 
 from lightning_sm._arguments import CommandParser
@@ -41,8 +40,19 @@ Completion works in new shells. Generate the script again after an update.
 """
 # Command names from other tools, each with the command that does the same here.
 _ELSEWHERE = {"top": "report --live"}
-# In the order in which the help lists them.
-_NAMES = ("train", "local", "doctor", "report", "compare", "plan", "init", "submit", "jobs", "completion")
+# What each command does, in the order in which the help lists them.
+_HELP = {
+    "train": "run the training script of this SageMaker host (the container's entry point)",
+    "local": "run a training script on an emulated SageMaker cluster on this machine",
+    "doctor": "check this host: job, network, GPUs, disks, limits, packages",
+    "report": "write a page that shows where the time of one or more runs went, or watch a running job",
+    "compare": "compare time and cost of two runs for the same amount of work",
+    "plan": "plan from a short run how many data workers or hosts remove the wait for data, and what the job costs",
+    "init": "write a first job file for a script, with comments on what to fill in",
+    "submit": "check a job file and submit it: dry run, containers on this machine, or cloud",
+    "jobs": "manage jobs in the cloud: list, logs, stop, report, again",
+    "completion": "print a script that completes commands and options in bash or zsh",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +82,7 @@ def _run(argv: list[str]) -> int:
     if not argv:
         parser.print_help()
         return 0
-    known = [*_NAMES, *parser.option_names]
+    known = [*_HELP, *parser.option_names]
     if argv[0] not in known:  # argparse would report a missing command, or list all of them
         kind = "option" if argv[0].startswith("-") else "command"
         near = closest(argv[0], [*known, *_ELSEWHERE])
@@ -122,75 +132,31 @@ def _parser(*, with_all_options: bool = False) -> CommandParser:
     parser.add_argument(
         "--version", action="version", version=f"lightning-sm {__version__}", help="show the version and exit"
     )
-    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{" + ",".join(_NAMES) + "}")
-    add_parser = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter)
-    train = add_parser(
-        "train",
-        help="run the training script of this SageMaker host (the container's entry point)",
-        description="Run the training script of this SageMaker host, with arguments from hyperparameters.json.",
-        epilog=_TRAIN_EXAMPLES,
-    )
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{" + ",".join(_HELP) + "}")
+
+    def add(name: str, examples: str | None = None, details: str = "") -> CommandParser:
+        text, layout = _HELP[name], argparse.RawDescriptionHelpFormatter
+        description = f"{text[0].upper()}{text[1:]}.{details}"
+        return commands.add_parser(name, help=text, description=description, epilog=examples, formatter_class=layout)
+
+    train = add("train", _TRAIN_EXAMPLES, " Hyperparameters become the script's arguments.")
     train.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="SCRIPT [ARGS]",
         help="training script and its arguments (default: hyperparameter sagemaker_program or SAGEMAKER_PROGRAM)",
     )
-    emulate = add_parser(
-        "local",
-        help="run a training script on an emulated cluster on this machine",
-        description="Run a training script on an emulated SageMaker cluster: a process group or a container per host.",
-        epilog=local.EXAMPLES,
-    )
+    emulate = add("local", local.EXAMPLES, " A host is a process group or, with --image, a container.")
     local.add_arguments(emulate)
     emulate.set_defaults(own_options=emulate.option_names)
-    check = add_parser(
-        "doctor",
-        help="check this host: job, network, GPUs, disks, limits, packages",
-        description="Check this host: its job, its connections to the other hosts, and whatever would make a job fail.",
-        epilog=doctor.EXAMPLES,
-    )
-    doctor.add_arguments(check)
-    page = add_parser(
-        "report",
-        help="write a page that shows where the time of one or more runs went, or watch a running job",
-        description=(
-            "Write an HTML file, readable offline, about one or more recorded runs, side by side. With --live, watch a "
-            "running job in this terminal until it ends; Ctrl-C stops only this command."
-        ),
-        epilog=report.REPORT_EXAMPLES,
-    )
-    report.add_report_arguments(page)
-    both = add_parser(
-        "compare",
-        help="compare time and cost of two runs",
-        description="Compare the time and cost of two runs for the same amount of work.",
-        epilog=report.COMPARE_EXAMPLES,
-    )
-    report.add_compare_arguments(both)
-    planned = add_parser(
-        "plan",
-        help="plan data workers and hosts from a short run",
-        description="Plan from a short run how many workers or hosts remove the wait for data, and what the job costs.",
-        epilog=report.PLAN_EXAMPLES,
-    )
-    report.add_plan_arguments(planned)
-    first = add_parser(
-        "init",
-        help="write a first job file for a script",
-        description="Write a first job file for a training script, with comments about what to fill in.",
-        epilog=init.EXAMPLES,
-    )
-    init.add_arguments(first)
-    submit = add_parser("submit", help="check a job file and submit it: dry run, containers on this machine, or cloud")
-    jobs = add_parser("jobs", help="manage jobs in the cloud: list, logs, stop, report, again")
-    complete = add_parser(
-        "completion",
-        help="print a script that completes commands and options in bash or zsh",
-        description="Print a script that completes the commands and options of lightning-sm in a shell.",
-        epilog=_COMPLETION_EXAMPLES,
-    )
-    complete.add_argument("shell", choices=["bash", "zsh"])
+    doctor.add_arguments(add("doctor", doctor.EXAMPLES))
+    live = " With --live, watch the job in this terminal until it ends; Ctrl-C stops only this command."
+    report.add_report_arguments(add("report", report.REPORT_EXAMPLES, live))
+    report.add_compare_arguments(add("compare", report.COMPARE_EXAMPLES))
+    report.add_plan_arguments(add("plan", report.PLAN_EXAMPLES))
+    init.add_arguments(add("init", init.EXAMPLES))
+    submit, jobs = add("submit"), add("jobs")
+    add("completion", _COMPLETION_EXAMPLES).add_argument("shell", choices=["bash", "zsh"])
     if with_all_options:
         from lightning_sm.submit.command import add_arguments  # noqa: PLC0415 - takes time to load
 

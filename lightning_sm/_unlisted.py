@@ -9,12 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_sm._lightning import (
-    Callback,
-    LightningDataModule,
-    ProgressBar,
-    WrappingCheckpointIO,
-)
+from lightning_sm._lightning import Callback, LightningDataModule, ProgressBar, WrappingCheckpointIO
 
 
 @classmethod  # type: ignore[misc]

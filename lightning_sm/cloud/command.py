@@ -41,11 +41,7 @@ exit codes: 0 done; with logs, the exit code of a training job that has ended (1
 
 
 def main(
-    argv: Sequence[str],
-    clients: Clients | None = None,
-    *,
-    write_report: ReportWriter,
-    again: Callable[..., None],
+    argv: Sequence[str], clients: Clients | None = None, *, write_report: ReportWriter, again: Callable[..., None]
 ) -> int:
     """Run the command and return its exit code.
 

@@ -43,12 +43,7 @@ class EmulatedHost(ABC):
     """
 
     def __init__(
-        self,
-        host: LocalHost,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        output: Output,
-        changed: threading.Event,
+        self, host: LocalHost, command: Sequence[str], env: Mapping[str, str], output: Output, changed: threading.Event
     ) -> None:
         self.host = host
         self.agent: UploadAgent | None = None

@@ -14,13 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from lightning_sm._linux import (
-    LOOPBACK_INTERFACE,
-    adopt_orphans,
-    handles_signal,
-    loopback_addresses,
-    require_linux,
-)
+from lightning_sm._linux import LOOPBACK_INTERFACE, adopt_orphans, handles_signal, loopback_addresses, require_linux
 from lightning_sm.emulator import own_disk
 from lightning_sm.emulator.guard import guarded
 from lightning_sm.emulator.hosts import EmulatedHost, HostRuntime

@@ -32,11 +32,7 @@ class Routing:
 
 
 def route(
-    channels: Iterable[str],
-    parameters: Collection[str],
-    mapping: Mapping[str, str],
-    *,
-    all_channels_known: bool = True,
+    channels: Iterable[str], parameters: Collection[str], mapping: Mapping[str, str], *, all_channels_known: bool = True
 ) -> Routing:
     """Assign each channel to an argument.
 

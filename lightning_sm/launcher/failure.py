@@ -78,12 +78,7 @@ class ScriptFailure:
 
 
 def script_failure(
-    failed: EndedProcess,
-    exit_code: int,
-    stderr_tail: str,
-    place: Place,
-    *,
-    stopped_by: int | None = None,
+    failed: EndedProcess, exit_code: int, stderr_tail: str, place: Place, *, stopped_by: int | None = None
 ) -> ScriptFailure:
     """Describe why this host's training script failed.
 

@@ -100,9 +100,7 @@ class Tune:
 
     objective: str = key("Name of the metric, as `LineProgress` prints it.", "val_acc", ("metric", "monitor"))
     ranges: dict[str, Range] = key(
-        "Values to try, by hyperparameter name.",
-        "{model.learning_rate: {min: 1e-4, max: 1e-1}}",
-        ("parameters",),
+        "Values to try, by hyperparameter name.", "{model.learning_rate: {min: 1e-4, max: 1e-1}}", ("parameters",)
     )
     direction: Literal["maximize", "minimize"] = key(
         "Whether to maximize or minimize the metric.", "maximize", ("objective_type", "mode")

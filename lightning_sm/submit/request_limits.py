@@ -43,7 +43,7 @@ _TUNING = {
 # The prefix of a training job's settings in the request of a tuning job.
 _DEFINITION = "TrainingJobDefinition."
 _ADVICE = {
-    "hyperparameters": " Nest options, as in {data: {batch_size: 32}}, or put a file into a channel named config.",
+    "hyperparameters": " Nest options, as in {data: {batch_size: 32}}, or put a file into a channel named config."
 }
 IF_NEW = f"If it is new: pip install --upgrade boto3 (botocore {botocore.__version__} is installed)."
 _SHOWN_CHARS = 60

@@ -22,12 +22,7 @@ from lightning_sm.data.settings import Credentials, DataServiceSettings, default
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.data.trainer.slots import SlotPool
-from lightning_sm.errors import (
-    DataHostMismatchError,
-    DataHostUnreachableError,
-    DataServiceError,
-    DataSettingsError,
-)
+from lightning_sm.errors import DataHostMismatchError, DataHostUnreachableError, DataServiceError, DataSettingsError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.topology import Topology

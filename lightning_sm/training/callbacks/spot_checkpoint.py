@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from lightning_sm._lightning import (
-    Checkpoint,
-    LightningModule,
-    MultiProcessingLauncher,
-    Trainer,
-    WeightAveraging,
-)
+from lightning_sm._lightning import Checkpoint, LightningModule, MultiProcessingLauncher, Trainer, WeightAveraging
 from lightning_sm.job.control_folder import GENTLE_SIGNAL, OwnProcess, announce
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.failure_file import report_failures

@@ -29,11 +29,7 @@ _LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
 # Supported by SMDDP 2. Earlier versions also ran on ml.p3.16xlarge and ml.p3dn.24xlarge.
 _INSTANCE_TYPES = ("ml.p4d.24xlarge", "ml.p4de.24xlarge")
 # SMDDP can only sum, so gather values for these operations, named as in Lightning's self.log(reduce_fx=...).
-_REDUCED_BY_GATHERING: dict[str, Callable[..., Tensor]] = {
-    "max": torch.amax,
-    "min": torch.amin,
-    "product": torch.prod,
-}
+_REDUCED_BY_GATHERING: dict[str, Callable[..., Tensor]] = {"max": torch.amax, "min": torch.amin, "product": torch.prod}
 
 
 class SMDDPStrategy(DDPStrategy):

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_sm._lightning import LightningModule
+from lightning_sm._random_state import RandomState
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.random_state import preserve_random_state, random_state
+from lightning_sm.training.strategies.pipeline.draws import MatchedDraws
 from lightning_sm.training.strategies.pipeline.rows import rows_of
 from lightning_sm.training.strategies.pipeline.stage import as_tuple
 from lightning_sm.training.strategies.pipeline.steps import UserSteps
@@ -63,7 +64,7 @@ class StepLoss:
                 f"The strategy has loss=sum, which adds up the losses of microbatches, but {type(module).__name__} has "
                 f"a method {_WEIGHT}, which is for averaging them. Remove one of the two."
             )
-        self._is_random = False
+        self._is_comparable = True
         self._largest = 0.0
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
         self.error: Exception | None = None
@@ -111,7 +112,7 @@ class StepLoss:
         # Skip weights of 0: a mean over nothing is NaN, and so are its gradients.
         if self.error is None and self._factors[number]:
             try:
-                loss = self._steps.loss(self._part(number), output) * self._factors[number]
+                loss = self._loss(output, number) * self._factors[number]
             except Exception as error:  # noqa: BLE001  # raised after the schedule
                 self.error = error
             else:
@@ -131,7 +132,7 @@ class StepLoss:
         """
         leaves = _leaves(as_tuple(output))
         trained = [leaf for leaf in leaves if leaf.requires_grad]
-        torch.autograd.grad(self._steps.loss(self._part(0), _whole(leaves)), trained, allow_unused=True)
+        torch.autograd.grad(self._loss(_whole(leaves), 0), trained, allow_unused=True)
 
     def check(self, whole: float) -> str | None:
         """Compare the gradients of two microbatches with those of the same rows as one batch.
@@ -146,17 +147,23 @@ class StepLoss:
             return self._wrong(0, len(self._weights), whole, float(self._sum))
         first, number = self._pair, len(self._outputs)
         factors = self._factors_of(self._weights[first : first + number])
-        if self._is_random or not any(factors):
+        if not self._is_comparable or not any(factors):
             return None
         leaves = _leaves(torch.cat(parts) for parts in zip(*self._outputs.values(), strict=True))
-        with preserve_random_state(), torch.enable_grad():
-            before = random_state()
-            together = self._steps.loss(self._part(first, number), _whole(leaves))
-            apart = torch.zeros_like(together)
+        before = RandomState.now()
+        apart: Any = 0.0
+        parts = []
+        with torch.enable_grad():
             for i, half in enumerate(zip(*(leaf.chunk(number) for leaf in leaves), strict=True)):
                 if factors[i]:
-                    apart = apart + self._steps.loss(self._part(first + i), _whole(half)) * factors[i]
-            self._is_random = before != random_state()
+                    part = self._steps.draws(self._part(first + i)[1], self._rows) or MatchedDraws()
+                    apart = apart + self._loss(_whole(half), first + i, draws=part) * factors[i]
+                    parts.append(part)
+                    before.restore()
+            draws = MatchedDraws(MatchedDraws.of_parts(parts))
+            together = self._loss(_whole(leaves), first, number, draws)
+            is_matched = all(map(draws.is_like, parts))
+            before.restore()
         weights = {name: weight for name, weight in self._module.named_parameters() if weight.requires_grad}
         gradients = torch.autograd.grad(together, list(weights.values()), allow_unused=True, retain_graph=True)
         used = [name for name, gradient in zip(weights, gradients, strict=True) if gradient is not None]
@@ -166,14 +173,14 @@ class StepLoss:
                 "but each rank has only the parameters of its stage. For weight decay, use the optimizer's "
                 "weight_decay; move layers into the network."
             )
-        if self._is_random:
-            if number > 1:
-                logger.warning(
-                    "%s draws random numbers after it calls the network, so the losses of microbatches cannot be "
-                    "compared with the loss of their batch. Make sure that the loss is %s.",
-                    self._steps.where,
-                    self._described,
-                )
+        if not is_matched:
+            self._is_comparable = False
+            logger.warning(
+                "%s draws other random numbers for a batch than for its microbatches, so their losses cannot be "
+                "compared. Draw with torch, one row for each row of the batch, or make sure that the loss is %s.",
+                self._steps.where,
+                self._described,
+            )
             return None
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         expected, found = (
@@ -209,11 +216,15 @@ class StepLoss:
         whole = sum(weights)
         return [weight / whole if whole else 0.0 for weight in weights]
 
-    def _part(self, first: int, number: int = 1) -> tuple[Any, ...]:
-        """Return the arguments of ``training_step`` for some microbatches."""
-        batch, *rest = self._arguments
+    def _loss(self, output: Any, first: int, number: int = 1, draws: MatchedDraws | None = None) -> Tensor:
+        """Return the loss of some microbatches from the network's output for them."""
+        batch, rows = self._part(first, number)
+        return self._steps.loss((batch, *self._arguments[1:]), output, draws or self._steps.draws(rows, self._rows))
+
+    def _part(self, first: int, number: int = 1) -> tuple[Any, slice]:
+        """Return the batch of some microbatches, and their rows."""
         rows = slice(first * self._size, (first + number) * self._size)
-        return (rows_of(batch, self._rows, rows), *rest)
+        return rows_of(self._arguments[0], self._rows, rows), rows
 
     @property
     def _described(self) -> str:

@@ -29,10 +29,7 @@ def replicas_of(world_size: int, pipeline_size: int, order: PlacementOrder) -> l
 
 
 def num_stages(
-    world_size: int,
-    processes_per_host: int,
-    pipeline_size: int | Literal["auto"],
-    data_size: int | Literal["auto"],
+    world_size: int, processes_per_host: int, pipeline_size: int | Literal["auto"], data_size: int | Literal["auto"]
 ) -> int:
     """Return the number of stages, given the sizes that the user set.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +16,10 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_sm._lightning import LightningModule
 from lightning_sm.errors import StrategyError
+from lightning_sm.training.strategies.pipeline.draws import MatchedDraws
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.layers import Network
-from lightning_sm.training.strategies.pipeline.random_state import random_state
+from lightning_sm.training.strategies.pipeline.random_state import random_state, take_random_state
 from lightning_sm.training.strategies.pipeline.step_effects import StepEffects
 
 # Attributes of these classes are copied shallowly, because steps may change them in place.
@@ -100,47 +101,71 @@ class UserSteps:
             result = self._with_network(call, f"{type(self._module).__name__}.{name}", step)
         return result if effects is None else effects.share(result)
 
-    def begin(self) -> None:
-        """Remember the module as it is before a training step, whose replays start from there."""
-        if self._replica.is_last:
-            self._before = self._copy(self._module)
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Remember what replays of the training step in this block need: the module and the random numbers."""
+        with ExitStack() as self._recording:
+            if self._replica.is_last:
+                self._before = self._copy(self._module)
+                self._draws = self._recording.enter_context(MatchedDraws())
+            yield
 
-    def check_inputs(self, inputs: tuple[Any, ...], rows: int, before: bytes) -> None:
-        """Check the inputs that ``training_step`` passes to the network.
+    def check_inputs(self, inputs: tuple[Any, ...], rows: int) -> None:
+        """Check the inputs that ``training_step`` passes to the network. What it draws later is not replayed.
 
         Args:
             inputs: The inputs.
             rows: Number of rows in the batch.
-            before: Random state before the step.
 
         Raises:
-            StrategyError: The inputs do not have the rows of the batch, or the step drew random numbers, which would
-                differ in each microbatch.
+            StrategyError: The inputs do not have the rows of the batch.
         """
+        self._recording.close()
         if any(not isinstance(value, Tensor) or not value.ndim or len(value) != rows for value in inputs):
             shown = ", ".join(str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in inputs)
             raise StrategyError(
                 f"{self.where} calls self.{self._name}(...) with ({shown}), but the batch has {rows} rows. "
                 "Microbatches are cut from the rows of both: pass tensors with one row (dimension 0) per sample."
             )
-        if before != random_state():
-            raise StrategyError(
-                f"{self.where} draws random numbers before it calls self.{self._name}(...), but it runs again for each "
-                "microbatch, with different numbers. Draw them in on_after_batch_transfer, which runs once."
-            )
 
-    def loss(self, arguments: tuple[Any, ...], output: Any) -> Tensor:
+    def draws(self, rows: slice, num_rows: int) -> MatchedDraws | None:
+        """Return the random numbers for a replay; None if the step draws none before it calls the network.
+
+        Args:
+            rows: The rows of the microbatch.
+            num_rows: Number of rows in the batch.
+        """
+        return MatchedDraws(self._draws.of_rows(rows, num_rows)) if self._draws.has_drawn else None
+
+    def loss(self, arguments: tuple[Any, ...], output: Any, draws: MatchedDraws | None = None) -> Tensor:
         """Return the loss of a microbatch from the network's output, without changing the module.
 
         Args:
             arguments: The arguments of ``training_step``, with the rows of the microbatch.
             output: The network's output for the microbatch.
+            draws: The random numbers that the step draws before it calls the network. Later ones are added to them.
 
         Raises:
-            StrategyError: ``training_step`` calls the network several times, or returns no loss.
+            StrategyError: ``training_step`` calls the network several times, returns no loss, or cannot draw the given
+                random numbers.
         """
-        module = self._copy(self._before)
-        result = self._with_network(lambda *_: output, self.where, lambda: module.training_step(*arguments))
+        module, state = self._copy(self._before), random_state()
+
+        def network(*_: Any) -> Any:
+            if draws is not None:
+                if not draws.is_like(self._draws):
+                    raise StrategyError(
+                        f"{self.where} draws random numbers before it calls self.{self._name}(...), but it runs again "
+                        "for each microbatch, and these numbers cannot be divided among them. Draw with torch, one row "
+                        "for each row of the batch, or draw in on_after_batch_transfer, which runs once."
+                    )
+                take_random_state(state)
+            return output
+
+        if draws is not None:
+            take_random_state(self._draws.start)
+        with draws or nullcontext():
+            result = self._with_network(network, self.where, lambda: module.training_step(*arguments))
         return loss_of(result, self.where)
 
     def _call(self, *inputs: Any, **keywords: Any) -> Any:

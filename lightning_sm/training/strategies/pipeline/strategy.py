@@ -408,7 +408,6 @@ class PipelineParallelStrategy(DDPStrategy):
                 self._num_microbatches,
                 microbatches,
             )
-        before = random_state()
         batch = same_tensors(arguments)
         versions = versions_of(batch)
         gradients = StepGradients(self._module)
@@ -416,7 +415,7 @@ class PipelineParallelStrategy(DDPStrategy):
         def forward(inputs: tuple[Any, ...]) -> Any:
             """Run the stages forward and backward; return the network's output on ranks that continue the step."""
             with self._replica.together():
-                self._steps.check_inputs(inputs, rows, before)
+                self._steps.check_inputs(inputs, rows)
                 if self._num_steps == 0 and microbatches > 1:
                     pair = 2 * rows // microbatches
                     refuse_mixed_rows(self._stage, self._replica, [value[:pair] for value in inputs])
@@ -431,8 +430,8 @@ class PipelineParallelStrategy(DDPStrategy):
             return output
 
         def step() -> Any:
-            self._steps.begin()
-            result = self._module.training_step(*arguments)
+            with self._steps.replayed():
+                result = self._module.training_step(*arguments)
             loss_of(result, self._steps.where)
             if versions != versions_of(batch):
                 raise StrategyError(

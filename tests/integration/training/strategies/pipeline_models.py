@@ -81,6 +81,20 @@ class WeightedPadded(Padded):
         return (batch[1] != IGNORED).sum()
 
 
+class Denoising(Recorded):
+    """Predicts the noise that it added to the rows, at a scale for each row and one for all."""
+
+    def __init__(self) -> None:
+        super().__init__(perceptron())
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Return the squared error, with numbers from a generator that is the same in one process."""
+        generator = torch.Generator().manual_seed(self.global_step)
+        noise = torch.empty_like(batch[0]).normal_(generator=generator)
+        scale = torch.randint(1, 4, (len(noise), 1), generator=generator) * torch.rand((), generator=generator)
+        return functional.mse_loss(self.network(batch[0] + scale * noise), noise[:, :CLASSES])
+
+
 class Sum(Recorded):
     """A loss that sums over the rows."""
 
@@ -492,8 +506,8 @@ class _Fails(Classifier):
     """A model that does what a pipeline refuses, in its third batch or in validation.
 
     Args:
-        how: "skip": returns no loss; "draw": draws random numbers first; "change": changes the labels in place; "trim":
-            passes other shapes to the network; "twice": calls the network twice in a validation step.
+        how: "skip": returns no loss; "draw": draws a number per row from NumPy first; "change": changes the labels in
+            place; "trim": passes other shapes to the network; "twice": calls the network twice in a validation step.
     """
 
     def __init__(self, how: str) -> None:
@@ -503,7 +517,7 @@ class _Fails(Classifier):
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
         x, labels = batch
         if batch_idx == 2 and self.how == "draw":
-            x = x + torch.rand(1)
+            x = x + torch.from_numpy(np.random.rand(len(x), 1)).float()
         if batch_idx == 2 and self.how == "change":
             labels.clamp_(min=1)
         if batch_idx == 2 and self.how == "trim":
@@ -586,6 +600,7 @@ LOSSES: dict[str, Any] = {
     "padded, weighted": (WeightedPadded, padded),
     "sum": (Sum, vectors),
     "class weights": (ClassWeights, vectors),
+    "denoising": (Denoising, vectors),
     "contrastive": (Contrastive, vectors),
 }
 

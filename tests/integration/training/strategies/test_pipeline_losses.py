@@ -9,12 +9,13 @@ from tests.integration.training.strategies.test_pipeline import TOLERANCE, Seen,
 
 pytestmark = pytest.mark.processes
 
-MODELS = ("padded, weighted", "sum", "class weights")
+MODELS = ("padded, weighted", "sum", "class weights", "denoising")
 ONE = {f"one {model}": Fit(model=model) for model in (*MODELS, "contrastive")}
 TWO = {
     "padded, weighted": Fit({}, "padded, weighted"),
     "sum": Fit({"loss": "sum"}, "sum"),
     "class weights": Fit({}, "class weights"),
+    "denoising": Fit({}, "denoising"),
     "sum, DDP": Fit(model="sum"),
     "padded, DDP": Fit(model="padded, weighted"),
     "undeclared padding": Fit({}, "padded", refused=True),
@@ -43,7 +44,7 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     ],
 )
 def test_a_declared_loss_trains_as_one_process_does(fits: Seen, name: str, model: str):
-    """Losses and weights match one process, even if all labels of a microbatch are padding."""
+    """Losses and weights match one process, even if all labels of a microbatch are padding, or the step adds noise."""
     (alone,) = fits[f"one {model}"]
     for seen in fits[name]:
         assert difference(seen, alone, "losses") <= TOLERANCE

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pytorch_lightning import LightningModule
@@ -61,7 +63,8 @@ def steps_of(model: Model) -> UserSteps:
     replica: Any = SimpleNamespace(is_last=True)
     group: Any = None
     steps = UserSteps(model, Network(model, "network"), replica, lambda *_: None, group, are_everywhere=True)
-    steps.begin()
+    with steps.replayed():
+        pass
     return steps
 
 
@@ -177,16 +180,51 @@ def test_outputs_of_several_tensors_are_compared():
     assert "gradients differ by" in run(Model(masked), output, labels_of([3] * ROWS)).check(1.0)
 
 
-def test_a_loss_with_random_numbers_is_not_compared(caplog: pytest.LogCaptureFixture):
-    """A loss that draws random numbers is skipped with a warning, and the user's random state is unchanged."""
+GENERATOR = torch.Generator().manual_seed(1)
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda output: torch.rand(output.shape),
+        lambda output: torch.rand(len(output), 1, 1, generator=GENERATOR),
+        lambda output: torch.empty_like(output).exponential_(),
+        lambda output: torch.randint(2, output.shape),
+        lambda output: functional.dropout(torch.ones_like(output) + 0 * output),
+        lambda output: torch.rand(()),
+        lambda output: random.random() + np.random.rand(),
+    ],
+    ids=["rows", "own generator", "in place", "integers", "dropout", "one number", "not torch"],
+)
+def test_a_loss_with_random_numbers_is_compared(factor: Callable[[Tensor], Any]):
+    """A batch and its microbatches get the same random numbers, and the user's random state is unchanged."""
     output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
-    model = Model(lambda output, labels: (output * torch.rand(output.shape)).sum())
-    loss = run(model, output, labels_of([3] * ROWS))
-    before = torch.get_rng_state()
+    loss = run(Model(lambda output, labels: (output * factor(output)).mean()), output, labels_of([3] * ROWS))
+    before = torch.get_rng_state(), random.getstate()
+    assert loss.check(1.0) is None
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    loss = run(Model(lambda output, labels: (output * factor(output)).sum()), output, labels_of([3] * ROWS))
+    assert "gradients differ by" in loss.check(1.0)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda output: torch.from_numpy(np.random.rand(*output.shape)).float(),
+        lambda output: torch.rand(3 + len(output), *output.shape[1:])[3:],
+        lambda output: torch.stack([torch.rand(output.shape[1:]) for _ in output]),
+    ],
+    ids=["not torch", "other shape", "other number"],
+)
+def test_a_loss_that_draws_differently_for_a_batch_is_not_compared(draw: Any, caplog: pytest.LogCaptureFixture):
+    """Such a loss is skipped with a single warning."""
+    output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
+    loss = run(Model(lambda output, labels: (output * draw(output)).sum()), output, labels_of([3] * ROWS))
     with caplog.at_level(logging.WARNING):
         assert loss.check(1.0) is None
-    assert "draws random numbers after it calls the network" in caplog.text
-    assert torch.equal(before, torch.get_rng_state())
+        assert loss.check(1.0) is None
+    assert caplog.text.count("draws other random numbers for a batch than for its microbatches") == 1
 
 
 def test_a_diverged_model_is_not_the_checks_concern():

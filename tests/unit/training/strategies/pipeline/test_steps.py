@@ -76,21 +76,23 @@ def steps_of(model: Model, is_last: bool = True, are_everywhere: bool = False) -
     ranks: Any = Ranks(is_last)
     group: Any = "group"
     steps = UserSteps(model, Network(model, "network"), ranks, everywhere, group, are_everywhere=are_everywhere)
-    steps.begin()
+    with steps.replayed():
+        pass
     return steps
 
 
 def run(model: Model, forward: Callable[..., Any], is_last: bool = True, are_everywhere: bool = False) -> Any:
     """Run a training step."""
-    steps, before = steps_of(model, is_last, are_everywhere), random_state()
+    steps = steps_of(model, is_last, are_everywhere)
 
     def checked(inputs: tuple[Any, ...]) -> Any:
-        steps.check_inputs(inputs, 6, before)
+        steps.check_inputs(inputs, 6)
         return forward(inputs)
 
     return steps.run("training_step", lambda: model.training_step(BATCH, 0), checked)
 
 
+GENERATOR = torch.Generator().manual_seed(1)
 BATCH = (torch.randn(6, 2, 2), torch.tensor([0, 1, 2, 0, 1, 2]))
 
 
@@ -181,16 +183,78 @@ def test_a_replay_starts_from_the_module_as_it_was_before_the_step():
 
 
 @pytest.mark.parametrize(
-    "draw", [lambda: torch.rand(1), lambda: np.random.beta(1, 1), random.random], ids=["torch", "numpy", "random"]
+    "draw",
+    [
+        lambda x: torch.rand(len(x)),
+        lambda x: torch.rand(2 * len(x)).view(len(x), 2).sum(1),
+        lambda x: torch.rand(()),
+        lambda x: torch.rand(1, generator=GENERATOR),
+        lambda x: torch.randint(9, (len(x),), dtype=torch.int16),
+        lambda x: np.random.beta(1, 1) + random.random(),
+    ],
+    ids=["rows", "several per row", "one number", "own generator", "integers", "not torch"],
 )
-def test_random_numbers_before_the_network_are_refused(draw):
-    """Random numbers before the network are an error, as microbatches draw others; it names the hook that runs once."""
+def test_microbatches_have_the_random_numbers_of_their_rows(draw: Any):
+    """What a step draws before it calls the network, its replays get; what they draw afterwards is their own."""
+    later = []
 
     def step(model, batch):
-        return model.network(batch[0].flatten(1) * float(draw()))
+        drawn = draw(batch[0])
+        output = model.network(batch[0].flatten(1))
+        later.append(torch.rand(()))
+        return (output.sum(1) * drawn).sum()
+
+    model = Model(step)
+    steps = steps_of(model)
+    output = torch.ones(6, 3)
+    losses: list[Tensor] = []
+
+    def forward(inputs: tuple[Any, ...]) -> Tensor:
+        steps.check_inputs(inputs, 6)
+        for rows in (slice(0, 2), slice(2, 6)):
+            part = tuple(value[rows] for value in BATCH)
+            losses.append(steps.loss((part, 0), output[rows], steps.draws(rows, 6)))
+        return output
+
+    def training_step() -> Any:
+        with steps.replayed():
+            return model.training_step(BATCH, 0)
+
+    whole = steps.run("training_step", training_step, forward)
+    torch.testing.assert_close(sum(losses), whole)
+    assert len(set(map(float, later))) == 3
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.from_numpy(np.random.rand(len(x))),
+        lambda x: torch.randperm(len(x)),
+        lambda x: torch.rand(len(x) + 1),
+        lambda x: torch.stack([torch.rand(()) for _ in x]),
+    ],
+    ids=["not torch", "permutation", "other shape", "other number"],
+)
+def test_random_numbers_that_cannot_be_divided_are_refused(draw: Any):
+    """The error names the hook that runs once."""
+
+    def step(model, batch):
+        draw(batch[0])
+        return model.network(batch[0].flatten(1)).sum()
+
+    model = Model(step)
+    steps = steps_of(model)
+
+    def forward(inputs: tuple[Any, ...]) -> Any:
+        steps.check_inputs(inputs, 6)
+        return steps.loss((tuple(value[:2] for value in BATCH), 0), torch.ones(2, 3), steps.draws(slice(0, 2), 6))
+
+    def training_step() -> Any:
+        with steps.replayed():
+            return model.training_step(BATCH, 0)
 
     with pytest.raises(StrategyError, match=r"draws random numbers before.*on_after_batch_transfer"):
-        run(Model(step), lambda _: None)
+        steps.run("training_step", training_step, forward)
 
 
 @pytest.mark.parametrize(
