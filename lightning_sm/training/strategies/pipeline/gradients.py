@@ -45,10 +45,9 @@ class StepGradients:
 
         def deliver(scale: Tensor) -> None:
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                if gradient is None:
-                    continue
-                gradient.mul_(scale.to(gradient.dtype))
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                if gradient is not None:
+                    gradient.mul_(scale.to(gradient.dtype))
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             self._gradients.clear()
             after(self._parameters)
 

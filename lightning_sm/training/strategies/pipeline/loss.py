@@ -131,8 +131,10 @@ class StepLoss:
             StrategyError: As in ``UserSteps.loss``; any other error comes from the user's code.
         """
         leaves = _leaves(as_tuple(output))
-        trained = [leaf for leaf in leaves if leaf.requires_grad]
-        torch.autograd.grad(self._loss(_whole(leaves), 0), trained, allow_unused=True)
+        loss = self._loss(_whole(leaves), 0)
+        if refusal := self._refusal(loss):
+            raise StrategyError(refusal)
+        torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
 
     def check(self, whole: float) -> str | None:
         """Compare the gradients of two microbatches with those of the same rows as one batch.
@@ -164,15 +166,8 @@ class StepLoss:
             together = self._loss(_whole(leaves), first, number, draws)
             is_matched = all(map(draws.is_like, parts))
             before.restore()
-        weights = {name: weight for name, weight in self._module.named_parameters() if weight.requires_grad}
-        gradients = torch.autograd.grad(together, list(weights.values()), allow_unused=True, retain_graph=True)
-        used = [name for name, gradient in zip(weights, gradients, strict=True) if gradient is not None]
-        if used:
-            return (
-                f"The loss of {self._steps.where} uses the parameters {', '.join(used)} outside of the network's call, "
-                "but each rank has only the parameters of its stage. For weight decay, use the optimizer's "
-                "weight_decay; move layers into the network."
-            )
+        if refusal := self._refusal(together):
+            return refusal
         if not is_matched:
             self._is_comparable = False
             logger.warning(
@@ -196,6 +191,18 @@ class StepLoss:
             return None
         differ = f", and the gradients differ by {difference:.2g} (norm {norm:.2g})"
         return self._wrong(first, number, together.item(), apart.item(), differ)
+
+    def _refusal(self, loss: Tensor) -> str | None:
+        """Return an error message if a loss depends on parameters otherwise than through the network's output."""
+        weights = {name: weight for name, weight in self._module.named_parameters() if weight.requires_grad}
+        gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, retain_graph=True)
+        used = [name for name, gradient in zip(weights, gradients, strict=True) if gradient is not None]
+        message = (
+            f"The loss of {self._steps.where} uses the parameters {', '.join(used)} outside of the network's call, "
+            "but each rank has only the parameters of its stage. For weight decay, use the optimizer's weight_decay; "
+            "move layers into the network; have layers return auxiliary losses, in a tuple."
+        )
+        return message if used else None
 
     def _wrong(self, first: int, number: int, whole: float, apart: float, gradients: str = "") -> str:
         name = type(self._module).__name__

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -468,10 +469,8 @@ class PipelineParallelStrategy(DDPStrategy):
             return self._evaluated("test_step", arguments)
 
     def _evaluated(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        step = getattr(self._module, name)
-        if self._outputs == "all":
-            return step(*arguments)
-        return self._steps.run(name, lambda: step(*arguments), self._forward_of_last)
+        step = partial(getattr(self._module, name), *arguments)
+        return step() if self._outputs == "all" else self._steps.run(name, step, self._forward_of_last)
 
     def _forward_of_last(self, inputs: tuple[Any, ...]) -> Any:
         return evaluate(self._stage, self._replica, inputs, self._num_microbatches)
@@ -485,9 +484,8 @@ class PipelineParallelStrategy(DDPStrategy):
         if not is_checked(self._num_steps):
             return
         error = self._loss.check(float(loss_of(result, self._steps.where))) if self._replica.is_last else None
-        first_error = next(filter(None, of_all_ranks(error)), None)
-        if first_error is not None:
-            raise StrategyError(first_error)
+        for first in filter(None, of_all_ranks(error)):
+            raise StrategyError(first)
 
     def _average(self, parameters: Sequence[Any]) -> None:
         if self._is_sync_blocked:

@@ -293,6 +293,19 @@ def test_a_loss_that_uses_weights_itself_is_found(name: str, microbatches: int):
     assert "uses the parameters network.0.weight outside" in message
 
 
+def test_an_auxiliary_loss_that_a_layer_keeps_is_found_before_the_schedule():
+    """It depends on the layer's parameters, through a graph that the schedule's backward pass would free."""
+
+    def auxiliary(output: Tensor, labels: Tensor) -> Tensor:
+        return mean(output, labels) + model.network[0](torch.ones(4)).sum()
+
+    model = Model(auxiliary)
+    loss = StepLoss(model, steps_of(model), "mean")
+    loss.begin(((torch.zeros(ROWS, 4), labels_of([3] * ROWS)), 0), ROWS, 4, step=0)
+    with pytest.raises(StrategyError, match=r"uses the parameters network\.0\.weight, .*auxiliary losses, in a tuple"):
+        loss.try_out(torch.randn(2, TOKENS, CLASSES))
+
+
 def test_a_loss_without_gradients_is_refused():
     """A loss without gradients raises torch's error, as in one process."""
     model = Model(lambda output, labels: output.detach().sum())
