@@ -147,9 +147,7 @@ def _models(cluster: LocalCluster) -> Iterator[str]:
         yield "The folders of the hosts, including the model, were removed (--discard)."
         return
     folders = [(host, host.folder / "model") for host in cluster.hosts]
-    models = [
-        f"Model of {host.name}: {folder} ({listed(files)})" for host, folder in folders if (files := _files(folder))
-    ]
+    models = [f"Model of {host.name}: {path} ({listed(files)})" for host, path in folders if (files := _files(path))]
     yield from models or ["No host wrote a model to its model folder (SageMaker's /opt/ml/model)."]
 
 

@@ -48,9 +48,7 @@ class ClusterSpec:
 
     def channels_of(self, group: str) -> dict[str, Path]:
         """Return the folders of the channels that a group sees."""
-        return {
-            name: folder for name, folder in self.channels.items() if group in self.channel_groups.get(name, [group])
-        }
+        return {name: path for name, path in self.channels.items() if group in self.channel_groups.get(name, [group])}
 
 
 @dataclass(frozen=True)

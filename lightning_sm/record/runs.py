@@ -67,9 +67,7 @@ class RunRecord:
         present = {record.attempt for record in self.records}
         missing = [str(number) for number in range(1, max(present, default=0)) if number not in present]
         flaws += [f"No record of attempt {listed(missing)}."] if missing else []
-        flaws += [
-            f"{what}: clocks differ, so durations and costs may be off by as much." for what in self._impossible()
-        ]
+        flaws += [f"{what}: clocks differ, so times and costs may be off by as much." for what in self._impossible()]
         return " ".join(flaws)
 
     def _impossible(self) -> Iterator[str]:

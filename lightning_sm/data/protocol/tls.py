@@ -106,9 +106,7 @@ def _certificates(path: str, setting: str) -> bytes:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
-        raise DataSettingsError(
-            f"{path} (data_service.{setting}) does not contain a PEM certificate: {error}."
-        ) from error
+        raise DataSettingsError(f"{path} (data_service.{setting}) contains no PEM certificate: {error}.") from error
     return content
 
 

@@ -85,12 +85,11 @@ def refuse_in_fabric(job: SageMakerJob) -> None:
 def _check_chosen(split: ModelParallelism, chosen: Any) -> None:
     name = _name_of(chosen)
     fits = name == "pipeline" if split.strategy == "pipeline" else name.lower().startswith(("ddp", "smddp"))
-    if fits:
-        return
-    raise StrategyError(
-        f"{split.source}, which is {split} here, but the script has strategy={name}. Remove modelparallel from "
-        "distribution, or remove the script's strategy."
-    )
+    if not fits:
+        raise StrategyError(
+            f"{split.source}, which is {split} here, but the script has strategy={name}. Remove modelparallel from "
+            "distribution, or remove the script's strategy."
+        )
 
 
 def _name_of(strategy: Any) -> str:

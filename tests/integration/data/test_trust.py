@@ -299,7 +299,7 @@ def test_a_wrong_tls_file_is_named_before_anything_starts(ours, tmp_path):
     broken = tmp_path / "broken.pem"
     broken.write_text("no certificate")
     settings = DataServiceSettings(**{**ours.settings("localhost"), "tls_certificate": str(broken)})
-    expected = rf"{broken} \(data_service.tls_certificate\) does not contain a PEM certificate"
+    expected = rf"{broken} \(data_service.tls_certificate\) contains no PEM certificate"
     with pytest.raises(DataSettingsError, match=expected), DataHost(settings=settings):
         pass
     with pytest.raises(DataSettingsError, match=expected):

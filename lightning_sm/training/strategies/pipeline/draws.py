@@ -25,24 +25,30 @@ class MatchedDraws(TorchDispatchMode):
     So a batch and its parts can have the same random numbers, each part those of its rows.
 
     Args:
-        given: For each draw, the candidates to replace it; the first that has the shape of the draw does. There may be
-            more draws, which are only recorded.
+        given: For a replay, the candidates to replace each draw; the first that has the shape of the draw does. There
+            may be more draws, which are only recorded. A replay leaves the user's generators as they were before.
 
     Attributes:
         start: The default generators' states before the block; the result of ``random_state``.
         drawn: The random numbers, one tensor for each draw.
         fit: Whether every draw that had candidates was replaced.
+        has_drawn: Whether the block has drawn any random numbers, also from Python's and NumPy's generators.
     """
 
-    def __init__(self, given: Sequence[Sequence[Tensor]] = ()) -> None:
+    def __init__(self, given: Sequence[Sequence[Tensor]] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._given = given
+        self._given = given or []
+        # The states of the user's generators before each draw of a replay; None if this is no replay.
+        self._generators: list[tuple[torch.Generator, Tensor]] | None = None if given is None else []
         self.drawn: list[Tensor] = []
         self._permutations: set[int] = set()
         self.fit = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one of torch's operations. Its tags tell whether it draws random numbers."""
+        generator = (kwargs or {}).get("generator")
+        if generator is not None and self._generators is not None:
+            self._generators.append((generator, generator.get_state()))
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             for tensor in filter(torch.is_tensor, (result,) if isinstance(result, Tensor) else result):
@@ -59,18 +65,15 @@ class MatchedDraws(TorchDispatchMode):
     def __enter__(self) -> MatchedDraws:
         """Begin the block."""
         self.start, self._others = random_state(), _other_states()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+        return super().__enter__()  # type: ignore[no-untyped-call,no-any-return]
 
     def __exit__(self, *error: Any) -> None:
         """End the block."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._end = _other_states()
-
-    @property
-    def has_drawn(self) -> bool:
-        """Whether the block has drawn any random numbers, also from Python's and NumPy's generators."""
-        return bool(self.drawn) or self._end != self._others
+        self.has_drawn = bool(self.drawn) or self._end != self._others
+        for generator, state in reversed(self._generators or []):
+            generator.set_state(state)
 
     def is_like(self, other: MatchedDraws) -> bool:
         """Return whether this block has drawn as often as another block, also from Python's and NumPy's generators."""

@@ -68,10 +68,7 @@ class Network:
             )
         with_parameters = [id(layer) for layer in self.layers if next(layer.parameters(), None) is not None]
         if len(set(with_parameters)) < len(with_parameters):
-            raise StrategyError(
-                f"{self.name} contains the same layer twice, but two stages cannot share a layer. Use two layers; they "
-                "may share parameters."
-            )
+            raise StrategyError(f"{self.name} contains the same layer twice. Use two: they may share parameters.")
         _initializers(self.layers)  # while all ranks have all layers, so that all ranks raise
         inside = {id(parameter) for layer in self.layers for parameter in layer.parameters()}
         outside = [name for name, parameter in module.named_parameters() if id(parameter) not in inside]

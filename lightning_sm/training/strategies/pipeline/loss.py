@@ -158,7 +158,7 @@ class StepLoss:
         with torch.enable_grad():
             for i, half in enumerate(zip(*(leaf.chunk(number) for leaf in leaves), strict=True)):
                 if factors[i]:
-                    part = self._steps.draws(self._part(first + i)[1], self._rows) or MatchedDraws()
+                    part = self._steps.draws(self._part(first + i)[1], self._rows) or MatchedDraws([])
                     apart = apart + self._loss(_whole(half), first + i, draws=part) * factors[i]
                     parts.append(part)
                     before.restore()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,8 +24,9 @@ from lightning_sm.training.strategies.pipeline.layers import Network
 from lightning_sm.training.strategies.pipeline.random_state import random_state, take_random_state
 from lightning_sm.training.strategies.pipeline.step_effects import StepEffects
 
-# Attributes of these classes are copied shallowly, because steps may change them in place.
+# Attributes of these classes are copied, because steps may change them in place.
 _CONTAINERS = (list, dict, set, deque)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 class _LeftError(BaseException):
@@ -128,6 +131,26 @@ class UserSteps:
                 "Microbatches are cut from the rows of both: pass tensors with one row (dimension 0) per sample."
             )
 
+    def compare_inputs(self, inputs: tuple[Tensor, ...]) -> None:
+        """Check that all ranks pass the same inputs to the network; a collective call within the replica.
+
+        Args:
+            inputs: This rank's inputs.
+
+        Raises:
+            StrategyError: The inputs differ from those on the first rank, the only ones that the network gets.
+        """
+        with self._replica.together():
+            # Send copies: to torch, NCCL's broadcast changes a tensor in place on the sender, too.
+            sent = self._replica.broadcast([value.clone() for value in inputs], 0)
+            pairs = zip(inputs, sent, strict=True)
+            if not all(torch.allclose(own, first, rtol=1e-3, atol=1e-5, equal_nan=True) for own, first in pairs):
+                raise StrategyError(
+                    f"{self.where} passes other inputs to self.{self._name}(...) on this rank than on the first one. "
+                    "They depend on what it changes after this call, such as the state of a generator, but only the "
+                    "last rank runs it to the end. Change that before the call, or set outputs: all."
+                )
+
     def draws(self, rows: slice, num_rows: int) -> MatchedDraws | None:
         """Return the random numbers for a replay; None if the step draws none before it calls the network.
 
@@ -155,9 +178,9 @@ class UserSteps:
             if draws is not None:
                 if not draws.is_like(self._draws):
                     raise StrategyError(
-                        f"{self.where} draws random numbers before it calls self.{self._name}(...), but it runs again "
-                        "for each microbatch, and these numbers cannot be divided among them. Draw with torch, one row "
-                        "for each row of the batch, or draw in on_after_batch_transfer, which runs once."
+                        f"{self.where} draws random numbers before it calls self.{self._name}(...), and these cannot "
+                        "be divided among microbatches. Draw with torch, one row for each row of the batch, or draw in "
+                        "on_after_batch_transfer."
                     )
                 take_random_state(state)
             return output
@@ -211,14 +234,15 @@ class UserSteps:
         """
         module: Any = object.__new__(type(original))
         attributes = vars(module)
-        for name, value in vars(original).items():
-            attributes[name] = copy.copy(value) if isinstance(value, _CONTAINERS) else value
         for spare in self._spares.values():
             spare.reset()
         known = {**self._shared, **self._spares, **{id(spare): spare for spare in self._spares.values()}}
-        for name in ("_modules", "_buffers"):
-            attributes[name] = copy.deepcopy(attributes[name], known)
-        attributes["log"] = attributes["print"] = _ignore
+        for name, value in vars(original).items():
+            if name in {"_modules", "_buffers"} or isinstance(value, _GENERATORS):
+                attributes[name] = copy.deepcopy(value, known)
+            else:
+                attributes[name] = copy.copy(value) if isinstance(value, _CONTAINERS) else value
+        attributes["log"] = attributes["print"] = lambda *_, **__: None
         return module
 
     @cached_property
@@ -227,10 +251,6 @@ class UserSteps:
         metrics = [child for child in self._module.modules() if isinstance(child, (Metric, MetricCollection))]
         known = dict(self._shared)
         return {id(metric): copy.deepcopy(metric, known) for metric in metrics if id(metric) not in known}
-
-
-def _ignore(*_: Any, **__: Any) -> None:
-    pass
 
 
 def loss_of(result: Any, where: str) -> Tensor:

@@ -44,7 +44,8 @@ from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tie
 
 logger = logging.getLogger(__name__)
 
-# In 2.9, neighbouring stages exchange tensors of different sizes at the start, and Gloo aborts the process.
+# On Gloo, the first step hangs in 2.6, and aborts the process in 2.9: neighbouring stages exchange tensors of different
+# sizes at the start.
 _OLDEST_TORCH = "2.10"
 _TIMEOUT = timedelta(minutes=30)  # torch's and Lightning's default
 
@@ -101,9 +102,8 @@ class PipelineParallelStrategy(DDPStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         if TorchVersion(torch.__version__) < _OLDEST_TORCH:
             raise StrategyError(
-                f"strategy=pipeline needs torch {_OLDEST_TORCH} or newer, but this is {torch.__version__}. On Gloo, "
-                "the first step hangs with torch 2.6 and aborts the process with 2.9. Update torch, or use "
-                "strategy=fsdp."
+                f"strategy=pipeline needs torch {_OLDEST_TORCH} or newer, but this is {torch.__version__}, with which "
+                "the first step hangs or aborts the process on Gloo. Update torch, or use strategy=fsdp."
             )
         for option, value, known in (
             ("schedule", schedule, get_args(ScheduleName)),
@@ -275,9 +275,8 @@ class PipelineParallelStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
             raise StrategyError(
-                "LBFGS needs the gradients of all parameters for its line search. In a pipeline, each rank has only "
-                "those of its stage, so ranks would take different numbers of steps. Use another optimizer, or "
-                "strategy=ddp."
+                "LBFGS needs the gradients of all parameters for its line search, but in a pipeline, each rank has "
+                "only those of its stage. Use another optimizer, or strategy=ddp."
             )
         # LightningCLI gives all parameters to the --optimizer before the network is cut, so drop those of other ranks.
         own = set(map(id, self._tied.without_copies(self._module.parameters())))
@@ -384,8 +383,7 @@ class PipelineParallelStrategy(DDPStrategy):
         )
         if self._outputs == "loss":
             logger.info(
-                "Only the ranks of the last stage run steps to the end. Attributes that a step sets exist only there; "
-                "logged values, metrics and buffers reach all ranks. Set outputs: all to run whole steps on all ranks."
+                "Only the ranks of the last stage run steps to the end. To run them on all ranks, set outputs: all."
             )
 
     # Steps
@@ -422,6 +420,8 @@ class PipelineParallelStrategy(DDPStrategy):
                     refuse_mixed_rows(self._stage, self._replica, [value[:pair] for value in inputs])
                 if self._replica.is_last:
                     self._loss.begin(batch, rows, microbatches, step=self._num_steps)
+            if is_checked(self._num_steps):
+                self._steps.compare_inputs(inputs)
             with stage_stream(self._replica.position), gradients:
                 output = self._runner.step(inputs, microbatches)
             if self._outputs == "all":

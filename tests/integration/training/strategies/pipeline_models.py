@@ -506,23 +506,29 @@ class _Fails(Classifier):
     """A model that does what a pipeline refuses, in its third batch or in validation.
 
     Args:
-        how: "skip": returns no loss; "draw": draws a number per row from NumPy first; "change": changes the labels in
-            place; "trim": passes other shapes to the network; "twice": calls the network twice in a validation step.
+        how: "skip": returns no loss; "draw": draws a number per row from NumPy first; "draw again": draws from its own
+            generator after the call, too; "change": changes the labels in place; "trim": passes other shapes to the
+            network; "twice": calls the network twice in a validation step.
     """
 
     def __init__(self, how: str) -> None:
         super().__init__(perceptron())
         self.how = how
+        self.generator = torch.Generator().manual_seed(1)
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
         x, labels = batch
         if batch_idx == 2 and self.how == "draw":
             x = x + torch.from_numpy(np.random.rand(len(x), 1)).float()
+        if self.how == "draw again":
+            x = x + torch.rand(len(x), 1, generator=self.generator)
         if batch_idx == 2 and self.how == "change":
             labels.clamp_(min=1)
         if batch_idx == 2 and self.how == "trim":
             x = x[:, None]
         logits = self.network(x).flatten(1)
+        if batch_idx == 1 and self.how == "draw again":
+            torch.rand(1, generator=self.generator)
         return None if batch_idx == 2 and self.how == "skip" else functional.cross_entropy(logits, labels)
 
     def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
@@ -625,6 +631,7 @@ LAYERS: dict[str, Any] = {
     "lbfgs": (_LBFGS, vectors),
     "skip": (partial(_Fails, "skip"), vectors),
     "draw": (partial(_Fails, "draw"), vectors),
+    "draw again": (partial(_Fails, "draw again"), vectors),
     "change": (partial(_Fails, "change"), vectors),
     "trim": (partial(_Fails, "trim"), vectors),
     "twice": (partial(_Fails, "twice"), vectors),

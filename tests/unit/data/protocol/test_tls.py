@@ -57,10 +57,10 @@ def test_files_come_as_they_are(files):
     [
         (("missing", "key"), "missing (data_service.tls_certificate) cannot be read: "),
         (("certificate", "."), "(data_service.tls_key) cannot be read: "),
-        (("text", "key"), "text (data_service.tls_certificate) does not contain a PEM certificate"),
-        (("bytes", "key"), "bytes (data_service.tls_certificate) does not contain a PEM certificate"),
-        (("key", "key"), "key (data_service.tls_certificate) does not contain a PEM certificate"),
-        (("certificate", "key", "text"), "text (data_service.tls_authority) does not contain a PEM certificate"),
+        (("text", "key"), "text (data_service.tls_certificate) contains no PEM certificate"),
+        (("bytes", "key"), "bytes (data_service.tls_certificate) contains no PEM certificate"),
+        (("key", "key"), "key (data_service.tls_certificate) contains no PEM certificate"),
+        (("certificate", "key", "text"), "text (data_service.tls_authority) contains no PEM certificate"),
         *(
             (
                 ("certificate", name),

@@ -226,6 +226,42 @@ def test_microbatches_have_the_random_numbers_of_their_rows(draw: Any):
 
 
 @pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: torch.Generator().manual_seed(1), lambda generator: torch.rand((), generator=generator)),
+        (lambda: np.random.default_rng(1), lambda generator: generator.random()),
+        (lambda: random.Random(1), lambda generator: generator.random()),
+    ],
+    ids=["torch", "numpy", "random"],
+)
+def test_replays_leave_the_users_generators_alone(make: Any, draw: Any):
+    """Otherwise, the rank of the last stage would draw other numbers in the next step than the other ranks."""
+
+    def step(model, batch):
+        return draw(model.generator) * model.network(batch[0].flatten(1)).sum()
+
+    model = Model(step)
+    model.generator, twin = make(), make()
+    steps = steps_of(model)
+    output = torch.ones(6, 3)
+    losses: list[Tensor] = []
+
+    def forward(inputs: tuple[Any, ...]) -> Tensor:
+        steps.check_inputs(inputs, 6)
+        losses.extend(steps.loss((BATCH, 0), output, steps.draws(slice(0, 6), 6)) for _ in range(2))
+        return output
+
+    def training_step() -> Any:
+        with steps.replayed():
+            return model.training_step(BATCH, 0)
+
+    whole = steps.run("training_step", training_step, forward)
+    assert losses == [whole] * 2
+    draw(twin)
+    assert draw(model.generator) == draw(twin)
+
+
+@pytest.mark.parametrize(
     "draw",
     [
         lambda x: torch.from_numpy(np.random.rand(len(x))),
