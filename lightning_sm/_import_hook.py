@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 def after_import(names: Sequence[str], change: Callable[[ModuleType], None]) -> None:
@@ -29,9 +30,7 @@ class _ChangingFinder:
         self._names = names
         self._change = change
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         if fullname not in self._names:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         LambdaCallback,
         LearningRateFinder,
         ModelCheckpoint,
+        ModelPruning,
         ProgressBar,
         StochasticWeightAveraging,
         WeightAveraging,
@@ -76,7 +77,7 @@ else:
     _NAMES = {
         DISTRIBUTION: "Callback LightningDataModule LightningModule Trainer",
         f"{DISTRIBUTION}.callbacks": "BatchSizeFinder Checkpoint GradientAccumulationScheduler LambdaCallback "
-        "LearningRateFinder ModelCheckpoint ProgressBar StochasticWeightAveraging WeightAveraging",
+        "LearningRateFinder ModelCheckpoint ModelPruning ProgressBar StochasticWeightAveraging WeightAveraging",
         f"{DISTRIBUTION}.cli": "ArgsType LightningArgumentParser LightningCLI",
         f"{DISTRIBUTION}.loggers": "CSVLogger TensorBoardLogger WandbLogger",
         f"{DISTRIBUTION}.loggers.logger": "DummyLogger",

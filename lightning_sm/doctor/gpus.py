@@ -37,9 +37,8 @@ def gpus(context: Context) -> Iterator[Result]:
         return
     command = [sys.executable, "-c", _TORCH_SCRIPT]
     try:
-        completed = subprocess.run(
-            command, env=dict(context.env), capture_output=True, text=True, timeout=_TORCH_S, check=False
-        )
+        env = dict(context.env)
+        completed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_TORCH_S, check=False)
     except subprocess.TimeoutExpired:
         yield problem("GPUs", f"torch did not answer within {_TORCH_S:g} s.", "Check the driver: nvidia-smi, dmesg.")
         return

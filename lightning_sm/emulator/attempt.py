@@ -156,9 +156,8 @@ class Attempt:
         self._read_position()
         moment = Moment(time.monotonic() - self._began_at, *self._position)
         for fault in self._plan.due(moment):
-            targets = [
-                host for host in self._running() if fault.host is None or host.host.name == self._host_name(fault)
-            ]
+            wanted = None if fault.host is None else self._host_name(fault)
+            targets = [host for host in self._running() if wanted in (None, host.host.name)]
             inject = self._injection(fault, targets) if targets else None
             if inject is None:
                 continue

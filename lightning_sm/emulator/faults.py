@@ -200,9 +200,7 @@ def check(settings: FaultSettings, sizes: Mapping[str, int], devices: int) -> No
                 f"or by position in their groups {', '.join(places)}."
             )
         if fault.local_rank >= devices:
-            raise JobConfigError(
-                f"--fault {fault.text!r}: there is no local rank {fault.local_rank}; --devices is {devices}."
-            )
+            raise JobConfigError(f"--fault {fault.text!r}: no local rank {fault.local_rank}; --devices is {devices}.")
 
 
 def host_name(host: str, members: Mapping[str, Sequence[str]]) -> str:

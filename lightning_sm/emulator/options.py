@@ -157,9 +157,7 @@ def _job_of(options: argparse.Namespace) -> tuple[ClusterSpec, faults.FaultSetti
 def _group(text: str) -> GroupSpec:
     match = _GROUP.fullmatch(text)
     if match is None:
-        raise JobConfigError(
-            f"--group {text!r}: expected NAME=COUNT or NAME=COUNT:TYPE, such as data=1:{DEFAULT_INSTANCE_TYPE}."
-        )
+        raise JobConfigError(f"--group {text!r}: expected NAME=COUNT[:TYPE], such as data=1:{DEFAULT_INSTANCE_TYPE}.")
     return GroupSpec(match["name"], int(match["count"]), match["type"] or DEFAULT_INSTANCE_TYPE)
 
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
 
-def job_arguments(job: SageMakerJob, directory: Path) -> list[str]:
+def job_arguments(job: SageMakerJob, folder: Path) -> list[str]:
     """Build the training script's arguments from the facts of a job.
 
     The files in a channel named ``config`` become ``--config`` options, which are not subject to the service's limit of
@@ -27,13 +27,13 @@ def job_arguments(job: SageMakerJob, directory: Path) -> list[str]:
 
     Args:
         job: The facts of the job.
-        directory: Base folder for relative config file paths.
+        folder: Base folder for relative config file paths.
 
     Raises:
         HyperparameterError: A hyperparameter cannot become an argument.
     """
     built = to_argv(job.hyperparameters)
-    resolved = [_in_config_channel(argument, job, directory) for argument in built]
+    resolved = [_in_config_channel(argument, job, folder) for argument in built]
     if resolved != built:
         return resolved
     return to_argv(job.hyperparameters, config_files=_config_files(job))
@@ -55,18 +55,16 @@ def without_options(arguments: Sequence[str], names: Sequence[str]) -> list[str]
     return [argument for argument in arguments if "=" not in argument or _option_name(argument) not in names]
 
 
-def with_options_of_job(
-    arguments: Sequence[str], names: Sequence[str], job: SageMakerJob, directory: Path
-) -> list[str]:
+def with_options_of_job(arguments: Sequence[str], names: Sequence[str], job: SageMakerJob, folder: Path) -> list[str]:
     """Return the arguments and the options that the launcher left out, in their original positions if possible.
 
     Args:
         arguments: This process's arguments, without the program.
         names: Names of the options that the launcher left out.
         job: The facts of the job, including the values of these options.
-        directory: Base folder for relative config file paths.
+        folder: Base folder for relative config file paths.
     """
-    options = [argument for argument in job_arguments(job, directory) if argument.startswith("-")]
+    options = [argument for argument in job_arguments(job, folder) if argument.startswith("-")]
     kept = without_options(options, names)
     before = len(arguments) - len(kept)
     if list(arguments[before:]) == kept:
@@ -119,12 +117,12 @@ def _unquoted(value: str) -> str:
     return re.sub(r"[\s'\"\\\\]", "", value)
 
 
-def _in_config_channel(argument: str, job: SageMakerJob, directory: Path) -> str:
+def _in_config_channel(argument: str, job: SageMakerJob, folder: Path) -> str:
     """Replace the name in ``--config=name`` with its path in the config channel, unless the file exists elsewhere."""
     option, _, name = argument.partition("=")
     channel = job.channels.get(CONFIG_CHANNEL)
     # Path.exists would raise if the text is not a path (an inline config may be too long).
-    if option != "--config" or channel is None or os.path.exists(directory / name):
+    if option != "--config" or channel is None or os.path.exists(folder / name):
         return argument
     path = channel.path / name
     return f"{option}={path}" if os.path.exists(path) else argument

@@ -75,9 +75,8 @@ class Watchdog:
                 self._longest_s = max(self._longest_s, beat.at - last.at)
             self._last[beat.pid] = beat
         limit_s = max(self._least_s, _TIMES_THE_LONGEST * self._longest_s)
-        failed = [
-            beat for beat in beats if beat.phase is Phase.FAILED and now - beat.at >= timeline.EXIT_AFTER_EXCEPTION_S
-        ]
+        failing = (beat for beat in beats if beat.phase is Phase.FAILED)
+        failed = [beat for beat in failing if now - beat.at >= timeline.EXIT_AFTER_EXCEPTION_S]
         return failed or [beat for beat in beats if now - beat.at >= limit_s * _patience(beat)]
 
 

@@ -99,10 +99,9 @@ def fitting(value: Mapping[str, Any], structure: str) -> tuple[dict[str, Any], l
 
 def _fitting(value: Any, shape: Any, dropped: list[str]) -> Any:
     if shape.type_name == "structure" and isinstance(value, Mapping):
-        dropped += [name for name in value if name not in shape.members]
-        return {
-            name: _fitting(item, shape.members[name], dropped) for name, item in value.items() if name in shape.members
-        }
+        members = shape.members
+        dropped += [name for name in value if name not in members]
+        return {name: _fitting(item, members[name], dropped) for name, item in value.items() if name in members}
     if shape.type_name == "list" and isinstance(value, (list, tuple)):
         return [_fitting(item, shape.member, dropped) for item in value]
     return value

@@ -169,14 +169,14 @@ class IteratorBuffer:
     def window(self) -> int:
         """Number of steps that may be in flight or buffered.
 
-        The window depends on the largest batch so far, but is at least 2, so that steps overlap. Until a size is known,
-        it is at most 2, because more steps could exceed ``window_bytes``.
+        The window depends on the largest batch so far, but is at least 2, so that steps overlap, unless the limit is
+        lower. Until a size is known, it is at most 2, because more steps could exceed ``window_bytes``.
         """
         limits = self.request
         if not self.largest:
             return min(2, limits.window_batches)
         num_steps = limits.window_batches * (1 if limits.is_window_fixed else self.range_length)
-        return max(2, min(num_steps, limits.window_bytes // self.largest))
+        return max(min(2, limits.window_batches), min(num_steps, limits.window_bytes // self.largest))
 
     def reserve(self, request_id: int, step_range: StepRange) -> bytes | None:
         """Reserve a slot for a range, and return the encoded request, or None if no slot is free."""

@@ -505,9 +505,8 @@ class Scheduler:
         host = self._hosts[request.host]
         first = request.first_step
         failures = current.failures.setdefault(first, [])
-        if request.step_range.num_steps == 1 and (
-            retry is not Retry.ELSEWHERE or not current.failed_on(first, host.host)
-        ):
+        is_known = retry is Retry.ELSEWHERE and current.failed_on(first, host.host)
+        if request.step_range.num_steps == 1 and not is_known:
             failures.append(_StepFailure(retry, host.host, reason))
         if retry in (Retry.ELSEWHERE, Retry.LIMITED):
             host.pause(now)

@@ -165,9 +165,8 @@ def _places_in(value: Any) -> Iterator[_Place]:
             yield from ((container.__getitem__, value, key) for key in keys(value))
     if isinstance(value, FunctionType):
         if not _is_of_library(value):
-            yield from (
-                (getattr, value, name) for name in ("__closure__", "__defaults__", "__kwdefaults__", "__dict__")
-            )
+            own = "__closure__", "__defaults__", "__kwdefaults__", "__dict__"
+            yield from ((getattr, value, name) for name in own)
             names = _names(value.__code__) & value.__globals__.keys()
             yield from ((getitem, value.__globals__, name) for name in sorted(names))
         return

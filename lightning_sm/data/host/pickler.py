@@ -143,9 +143,8 @@ class Attributes(dict[str, tuple[Any, bytes | None]]):
     def __init__(self, owner: Any, left_out: Sequence[str], *, by_name: bool) -> None:
         self._parts = Parts({"owner": owner, "trainer": owner.trainer}, by_id=True)  # keeps the ids valid
         kept = {name: value for name, value in vars(owner).items() if name not in left_out}
-        super().__init__(
-            {name: (value, _small_pickle(value, self._parts, by_name=by_name)) for name, value in kept.items()}
-        )
+        pickled = partial(_small_pickle, parts=self._parts, by_name=by_name)
+        super().__init__({name: (value, pickled(value)) for name, value in kept.items()})
 
     def changed(self, before: Attributes) -> dict[str, tuple[Any, bytes | None]]:
         """Return the attributes that are new, were replaced, or were modified in place."""

@@ -9,6 +9,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -145,7 +146,7 @@ class IndexedBuilder:
             return dataset.__getitems__(index)
         samples = []
         for key in index:
-            if type(key) is int:
+            if type(key) is int and key.bit_length() < 64:  # noqa: PLR2004  # fits into the notes
                 notes.set_index(key)
             else:
                 notes.set_text(f"index {key!r}")
@@ -201,9 +202,12 @@ class StreamBuilder:
             # starts over and skips ahead.
             notes.set_text(f"its own request, to start a stream over and skip to batch {spec.first}")
             os._exit(0)
-        # A persistent worker starts a new pass here. A process that replaces another does not know how much of earlier
-        # passes was read, so it reads none of them, and its random numbers differ.
+        # A persistent worker starts a new pass here, and first builds what torch's worker would have built ahead: its
+        # random numbers depend on that. A process that replaces another reads nothing of earlier passes.
         while self._pass < spec.seed:
+            with suppress(Exception):  # torch drops errors in batches that nobody wants, too
+                while 0 < self._num_built < spec.num_before and not self._has_ended:
+                    self._next(notes)
             self._open(notes)
             self._pass += 1
         while self._num_built < spec.first:

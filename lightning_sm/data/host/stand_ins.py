@@ -66,6 +66,16 @@ class PartStandIn:
             f"trainers have only the length of a dataset. {REMEDIES}"
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raise an error, because only data hosts could use the value."""
+        if "sees_trainer" not in vars(self):  # in the constructor
+            return super().__setattr__(name, value)
+        raise AttributeError(
+            f"{self._name}.{name} cannot be set on a trainer: {self._name} is on the data hosts, which run the "
+            "DataModule's hooks (data_service.hooks). Set it in the hook (reload_dataloaders_every_n_epochs runs it "
+            "again), or set data_service.hooks=trainers, if the trainers have the data."
+        )
+
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Raise an error, because only data hosts can call the function."""
         raise AttributeError(f"{self._name} is on the data hosts, and cannot be called on a trainer. {REMEDIES}")

@@ -26,6 +26,7 @@ class FetchSpec(msgspec.Struct, frozen=True, array_like=True):
         first: Number of the first batch in the iterator.
         num_batches: Number of batches.
         indices: The sampler's output for each batch, pickled; empty for a stream, which is not indexed.
+        num_before: For a stream, the number of batches that torch's worker would have built in the previous pass.
     """
 
     opening: Name
@@ -35,6 +36,7 @@ class FetchSpec(msgspec.Struct, frozen=True, array_like=True):
     first: Natural
     num_batches: Annotated[int, Meta(ge=1, le=MAX_RANGE_LENGTH)]
     indices: _Indices
+    num_before: Natural = 0
 
     def encode(self) -> bytes:
         """Return the payload of a FETCH frame."""

@@ -102,9 +102,8 @@ class Leases:
     def running(self, now: float) -> list[str]:
         """Return the trainers that have not finished and whose leases have not expired."""
         silent_s = _SILENT_S if self._lease_s is None else self._lease_s
-        return [
-            client for client, seen in self._last_seen.items() if client not in self._finished and now - seen < silent_s
-        ]
+        seen = [client for client, at in self._last_seen.items() if now - at < silent_s]
+        return [client for client in seen if client not in self._finished]
 
     def _outcome_without_trainers(self, now: float) -> Finished | None:
         if self._job_is_ending:

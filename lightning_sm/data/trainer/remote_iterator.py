@@ -86,7 +86,7 @@ class RemoteIterator(_BaseDataLoaderIter):
         try:
             pickled = source.pickled(loader)
             if self._dataset_kind == _DatasetKind.Iterable:
-                self._workers = _StreamWorkers(source, pickled, int(self._base_seed), max(1, self._num_workers))
+                self._workers = _StreamWorkers(source, pickled, int(self._base_seed), loader)
             else:
                 self._opening = source.open(pickled, loader, self)
             self._start(loader, begins_at)
@@ -141,7 +141,7 @@ class _FeederPass:
     """One pass of an iterator in the feeder, which yields batches as they are delivered."""
 
     def __init__(
-        self, source: LoaderSource, opening: Opening, seed: int, first: int, *, window_batches: int, window_bytes: int
+        self, source: LoaderSource, opening: Opening, fetch: FetchSpec, num_parts: int = 1, ahead: int = 0
     ) -> None:
         connection = source.connection
         settings = connection.settings
@@ -149,7 +149,8 @@ class _FeederPass:
         self._timeout_s = settings.batch_timeout_s
         is_stream = opening.stream is not None
         # A stream must first read all earlier batches.
-        self._first_timeout_s = self._timeout_s * (1 + first if is_stream else 1)
+        self._first_timeout_s = self._timeout_s * (1 + fetch.first + fetch.num_before if is_stream else 1)
+        window = ahead or max(2, -(-source.window_batches // num_parts))
         slots = source.slots
         self._ring: SlotRing = slots.take()
         self.pass_id = self._client.start_iterator(
@@ -158,18 +159,18 @@ class _FeederPass:
                 loader=source.name,
                 source=opening.source,
                 is_stream=is_stream,
-                fetch=FetchSpec(opening.name, source.rank, source.world_size, seed, first, num_batches=1, indices=[]),
+                fetch=fetch,
                 ring=self._ring.number,
-                window_batches=window_batches,
-                is_window_fixed=settings.window_batches is not None,
-                window_bytes=window_bytes,
+                window_batches=window,
+                is_window_fixed=bool(ahead or settings.window_batches),
+                window_bytes=settings.window_bytes // num_parts,
             )
         )
         self.close = weakref.finalize(self, _close, self._client, self.pass_id, slots, self._ring)
         self.close.atexit = False
         self._ready: deque[tuple[BatchFigures, Iterator[Any]]] = deque()
         self._has_ended = False
-        self.wanted_until = window_batches
+        self.wanted_until = window
         self.figures: BatchFigures
 
     def next(self) -> Any:
@@ -209,12 +210,10 @@ class _Batches:
         stock_ahead: int,
         limit: Callable[[], float],
     ) -> None:
-        settings = source.connection.settings
         self._source = source
         self._client = source.connection.feeder
         self._iterator = iterator
-        window, window_bytes = source.window_batches, settings.window_bytes
-        self._pass = _FeederPass(source, opening, seed, first, window_batches=window, window_bytes=window_bytes)
+        self._pass = _FeederPass(source, opening, source.first_request(opening, seed, first))
         self._num_supplied = 0
         self._num_taken = 0
         self._stock_ahead = stock_ahead
@@ -296,11 +295,20 @@ class _Batches:
 
 
 class _StreamWorkers:
-    """The workers of a loader over an iterable dataset."""
+    """The workers of a loader over an iterable dataset.
 
-    def __init__(self, source: LoaderSource, pickled: PickledObject, seed: int, num_workers: int) -> None:
+    Attributes:
+        num_workers: Number of workers.
+        ahead: How many batches each persistent worker builds ahead of the consumer: as many as in torch, because the
+            worker's random numbers in the next pass depend on it. 0 for other workers.
+        num_before: For each worker, how many batches it has to have built in the previous pass.
+    """
+
+    def __init__(self, source: LoaderSource, pickled: PickledObject, seed: int, loader: DataLoader[Any]) -> None:
         self._source = source
-        self.num_workers = num_workers
+        self.num_workers = num_workers = max(1, loader.num_workers)
+        self.ahead = loader.persistent_workers * (loader.prefetch_factor or 0)
+        self.num_before = [0] * num_workers
         rank, world_size, number = source.rank, source.world_size, next(_NUMBERS)
         self._openings = [
             source.opening(
@@ -323,11 +331,9 @@ class _StreamWorkers:
             number: Number of the pass, from 0.
             first: Number of the first batch.
         """
-        source = self._source
-        window = max(2, -(-source.window_batches // self.num_workers))
-        window_bytes = source.connection.settings.window_bytes // self.num_workers
         opening = self._openings[worker]
-        return _FeederPass(source, opening, number, first, window_batches=window, window_bytes=window_bytes)
+        fetch = self._source.first_request(opening, number, first, self.num_before[worker])
+        return _FeederPass(self._source, opening, fetch, self.num_workers, self.ahead)
 
 
 class _Turns:
@@ -347,6 +353,7 @@ class _Turns:
     def __init__(self, workers: _StreamWorkers, number: int, num_done: int, ends: dict[int, int]) -> None:
         self.ends = dict(ends)
         self.figures: BatchFigures
+        self._workers = workers
         self._counts = [0] * workers.num_workers
         turns = deque(range(workers.num_workers))
         while turns and num_done:
@@ -376,6 +383,7 @@ class _Turns:
         """End all passes and cancel their requests."""
         for _, worker_pass in self._passes:
             worker_pass.close()
+        self._workers.num_before = [count + self._workers.ahead for count in self._counts]
 
 
 def _close(client: FeederClient, pass_id: int, slots: SlotPool, ring: SlotRing) -> None:

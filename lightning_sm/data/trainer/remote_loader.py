@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sm.data.host.pickler import PickledObject, pickle_object
 from lightning_sm.data.host.source import WorkerSource
+from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.openings import Opening, StreamWorker
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.feeder_client import FeederClient
@@ -96,6 +97,10 @@ class LoaderSource:
         self._close: Callable[[], object] = lambda: None
         self._is_pinned = False
         self._is_spawned = False
+
+    def first_request(self, opening: Opening, seed: int, first: int, num_before: int = 0) -> FetchSpec:
+        """Return a pass's request for its first batch, without indices; for the arguments, see ``FetchSpec``."""
+        return FetchSpec(opening.name, self.rank, self.world_size, seed, first, 1, [], num_before)
 
     def limit(self, loader: DataLoader[Any]) -> float:
         """Return the maximum number of batches that the Trainer reads, or infinity. Call this at the first batch.

@@ -121,10 +121,8 @@ def _lost_host(who: str, hosts: Sequence[HostFigures]) -> WaitCause | None:
     lost = max(hosts, key=lambda host: (host.num_lost, host.state != "up"), default=None)
     if lost is None or (not lost.num_lost and lost.state == "up"):
         return None
-    state = "it is back" if lost.state == "up" else f"it is {lost.state}"
-    text = (
-        f"{who} because of data host {lost.name}: its connection was lost {times(max(1, lost.num_lost))}, and {state}."
-    )
+    state, lost_times = "back" if lost.state == "up" else lost.state, times(max(1, lost.num_lost))
+    text = f"{who} because of data host {lost.name}: its connection was lost {lost_times}, and it is {state}."
     return WaitCause(f"data host {lost.name}", text, _AFTER_A_LOSS, lost.name)
 
 

@@ -186,9 +186,8 @@ class JobOutcomeTracker:
         host, is_trainer = self._hosts[name], name in self._trainers
         if is_trainer and attempt != self._num_restarts:
             return  # the report is from an attempt that is over
-        ends_restart = (
-            self.is_restarting and is_trainer and outcome.kind is not OutcomeKind.SUCCESS and not outcome.may_restart
-        )
+        is_final = outcome.kind is not OutcomeKind.SUCCESS and not outcome.may_restart
+        ends_restart = self.is_restarting and is_trainer and is_final
         if self.has_ended(name) and not ends_restart:
             return
         self._change(host, _HostPhase.ENDED, now)

@@ -86,10 +86,8 @@ class Preparation:
             command = requirements.command(file if self._is_protected else None)
             exit_code = self._run(command, f"installing the requirements of {script.source_dir}", script.source_dir)
         if exit_code:
-            output = self._child.stderr_tail
-            raise ScriptError(
-                requirements.failure(output, exit_code, script.source_dir, is_protected=self._is_protected)
-            )
+            output, folder = self._child.stderr_tail, script.source_dir
+            raise ScriptError(requirements.failure(output, exit_code, folder, is_protected=self._is_protected))
 
     def check_not_stopped(self, doing: str) -> None:
         """Raise if this host was told to stop.
@@ -126,9 +124,7 @@ def unpacked(submission: Submission) -> Path | None:
         return None
     if Path(address).is_dir():
         return Path(address).absolute()
-    raise ScriptError(
-        f"{submission.origin} says that the code is at {address!r}, but there is neither a folder nor a file there."
-    )
+    raise ScriptError(f"{submission.origin} says that the code is at {address!r}, but nothing is there.")
 
 
 def _empty_folder(job: SageMakerJob) -> Path:

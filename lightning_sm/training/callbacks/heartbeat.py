@@ -78,6 +78,5 @@ class Heartbeat(UnlistedCallback):
         if self._process is not None:
             # When a fit ends, Lightning has already counted the next epoch.
             epoch = max(0, trainer.current_epoch - (phase is Phase.FINISHING))
-            self._process.beat(
-                trainer.global_rank, trainer.global_step, epoch, phase, trained_epoch=self._trained_epoch
-            )
+            rank, step = trainer.global_rank, trainer.global_step
+            self._process.beat(rank, step, epoch, phase, trained_epoch=self._trained_epoch)

@@ -149,9 +149,8 @@ def _candidates(folder: Path) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
         checkpoints = [name for name in (*folders, *files) if name.endswith(_SUFFIX) and not name.startswith(".")]
         # Change the list in place: os.walk descends into the folders that remain in it, but not into links.
-        folders[:] = [
-            name for name in folders if not name.startswith(".") and name not in checkpoints and not is_ignored(name)
-        ]
+        others = (name for name in folders if name not in checkpoints)
+        folders[:] = [name for name in others if not name.startswith(".") and not is_ignored(name)]
         yield from (path for name in checkpoints if not (path := Path(parent, name)).is_symlink())
 
 

@@ -55,10 +55,8 @@ def restore_gradients(trainer: Any, gradients: dict[str, torch.Tensor]) -> None:
 
 
 def _has_whole_gradients(strategy: Any) -> bool:
-    is_ddp = isinstance(strategy, DDPStrategy) and not isinstance(
-        strategy, (DeepSpeedStrategy, PipelineParallelStrategy)
-    )
-    return is_ddp or isinstance(strategy, SingleDeviceStrategy)
+    is_split = isinstance(strategy, (DeepSpeedStrategy, PipelineParallelStrategy))
+    return isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)) and not is_split
 
 
 @cache

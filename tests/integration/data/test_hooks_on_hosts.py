@@ -160,6 +160,8 @@ def test_trainers_say_what_they_lack(hosts, tmp_path):
     for read in (lambda: data.large, lambda: data.rows.file, lambda: data.train_set[0]):
         with pytest.raises(AttributeError, match=r"(?s)on the data hosts.*attribute.*data_service.hooks=trainers"):
             read()
+    with pytest.raises(AttributeError, match=r"level cannot be set on a trainer.*data_service.hooks=trainers"):
+        data.train_set.level = 1
     with pytest.raises(AttributeError, match="'Data' object has no attribute 'nothing'"):
         _ = data.nothing
     data.close()

@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import itertools
 import logging
 import multiprocessing
 import os
@@ -156,6 +157,26 @@ def test_a_stream_is_that_of_a_local_loader(pool, options):
     expected = [[batch.tolist() for batch in local] for _ in range(2)]
     torch.manual_seed(1)
     assert [[batch.tolist() for batch in epoch] for epoch in read(pool, make, 2)] == expected
+
+
+@pytest.mark.parametrize("length", [60, 1000])
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_persistent_workers_go_on_as_torchs_after_passes_that_are_left_early(pool, length, ahead):
+    """Their random numbers depend on how far they read ahead in the earlier passes: as far as torch's workers."""
+
+    def make():
+        options = {"num_workers": 2, "prefetch_factor": ahead, "persistent_workers": True}
+        return DataLoader(Numbers(length), 2, **options)
+
+    def passes(loader):
+        for num_batches in (2, 5, 1, 100):
+            yield [batch.tolist() for batch in itertools.islice(loader, num_batches)]
+
+    torch.manual_seed(1)
+    expected = list(passes(make()))
+    with remote(pool.serve(make)) as module:
+        torch.manual_seed(1)
+        assert list(passes(module.train_dataloader())) == expected
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # torch warns once per process

@@ -91,7 +91,7 @@ def test_bad_scripts_start_nothing(jobs, work, script, message):
     [
         (["--fault", "explode"], "--fault 'explode': unknown fault 'explode'; expected one of\n  kill:HOST@WHEN\n"),
         (["--fault", "kill:algo-9@start"], "there is no host 'algo-9'; the hosts are algo-1, or by position"),
-        (["--fault", "kill-rank:algo-1/1@start"], "there is no local rank 1; --devices is 1"),
+        (["--fault", "kill-rank:algo-1/1@start"], "no local rank 1; --devices is 1"),
         (["--grace-s", "-1"], "--grace-s -1: expected 0 seconds or more."),
     ],
 )

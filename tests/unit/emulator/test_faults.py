@@ -115,7 +115,7 @@ def test_other_texts_are_refused(text):
         ),
         (FaultSettings((parse("kill:data-2@start"),)), "by position in their groups trainer-1, trainer-2, data-1"),
         (FaultSettings((parse("late:nix=1"),)), "there is no host 'nix'"),
-        (FaultSettings((parse("kill-rank:algo-1/2@start"),)), "there is no local rank 2; --devices is 2"),
+        (FaultSettings((parse("kill-rank:algo-1/2@start"),)), "no local rank 2; --devices is 2"),
         (FaultSettings(grace_s=-1.0), "--grace-s -1"),
         (FaultSettings(grace_s=float("nan")), "--grace-s nan"),
         (FaultSettings(grace_s=float("inf")), "--grace-s inf"),

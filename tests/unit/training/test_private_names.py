@@ -148,9 +148,7 @@ OF_OTHERS = {
     "training/rank_barrier.py": {"_get_default_store"},  # torch
     "training/strategies/pipeline/step_effects.py": {"_forward_cache"},  # torchmetrics
     "training/strategies/pipeline/layers.py": {
-        "_compiled_call_impl",
-        "_forward_hooks",
-        "_orig_mod",
+        *("_backward_hooks", "_compiled_call_impl", "_forward_hooks", "_orig_mod", "_post_accumulate_grad_hooks"),
         "_reset_parameters",
     },  # torch
     "training/strategies/pipeline/schedules.py": {"_n_microbatches"},  # torch

@@ -31,8 +31,8 @@ class Network:
 
     def __init__(self, module: LightningModule, name: str | None) -> None:
         self.name, self.module = _find(module, name)
-        layers: Any = self.module if isinstance(self.module, nn.Sequential) else self.module.pipeline_layers()  # type: ignore[operator]
-        self.layers: list[nn.Module] = list(layers)
+        listed: Any = getattr(self.module, _LAYERS, None)
+        self.layers: list[nn.Module] = list(self.module if listed is None else listed())  # type: ignore[arg-type]
         paths = {id(child): path for path, child in self.module.named_modules()}
         # A layer that pipeline_layers() creates, such as nn.Flatten, has no path.
         self._paths = [paths.get(id(layer)) for layer in self.layers]
@@ -66,6 +66,12 @@ class Network:
                 f"{type(module).__name__}.{self.name} was cut by another Trainer's strategy, so this rank has "
                 "only part of it. Use the same Trainer again, or a new model with ckpt_path."
             )
+        forward = getattr(self.module.forward, "__func__", None)
+        if not hasattr(self.module, _LAYERS) and forward is not nn.Sequential.forward:
+            raise StrategyError(
+                f"{self.name} has its own forward, which a pipeline does not call: it calls the layers in turn. Move "
+                f"what forward does into layers. If it only calls them, add a method {_LAYERS}() that returns them."
+            )
         with_parameters = [id(layer) for layer in self.layers if next(layer.parameters(), None) is not None]
         if len(set(with_parameters)) < len(with_parameters):
             raise StrategyError(f"{self.name} contains the same layer twice. Use two: they may share parameters.")
@@ -78,10 +84,12 @@ class Network:
                 f"{self.name}, so no stage would train them. Move them into {self.name}'s layers."
             )
         hooked = [f"{self.name}.{name}" for name, layer in self.module.named_modules() if name and layer._forward_hooks]
+        for name, weight in self.module.named_parameters(self.name):
+            hooked += [name] if weight._backward_hooks or weight._post_accumulate_grad_hooks else []
         if hooked and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             logger.warning(
-                "The forward hooks of %s run only on ranks with that layer, once per microbatch. A loss that uses "
-                "values stored by a hook is wrong: return them from the layer, in a tuple.",
+                "The hooks of %s run only on ranks with that layer, once per microbatch. Have layers return what the "
+                "loss needs, in a tuple, and change gradients in on_before_optimizer_step.",
                 ", ".join(hooked),
             )
 

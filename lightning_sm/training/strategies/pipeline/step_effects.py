@@ -27,8 +27,8 @@ class StepEffects:
     """The side effects of the user's steps; only the rank of the last stage runs the steps to the end.
 
     Calls to ``self.log`` and ``self.print`` are recorded during a step, and replayed on all ranks afterwards. Buffers
-    outside the network are copied to all ranks. Module attributes and metric states stay on the last rank, but a
-    metric's ``compute`` returns its value on all ranks.
+    outside the network and ``trainer.should_stop`` are copied to all ranks. Module attributes and metric states stay on
+    the last rank, but a metric's ``compute`` returns its value on all ranks.
 
     Args:
         module: The LightningModule.
@@ -93,9 +93,11 @@ class StepEffects:
             On the last rank, the result; on the others, only the numbers in the result.
         """
         effects: Any = None
+        trainer = self._module.trainer
         if self._replica.is_last:
-            effects = (_numbers_of(result), self._calls, self._buffers(), random_state())
-        numbers, calls, buffers, state = self._replica.broadcast(effects, self._replica.last)
+            effects = (_numbers_of(result), self._calls, self._buffers(), random_state(), trainer.should_stop)
+        numbers, calls, buffers, state, should_stop = self._replica.broadcast(effects, self._replica.last)
+        trainer.should_stop |= should_stop
         own = self._buffers()
         for name, buffer in buffers.items():
             own[name].copy_(buffer)

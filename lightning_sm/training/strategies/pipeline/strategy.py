@@ -19,6 +19,7 @@ from lightning_sm._lightning import (
     DDPStrategy,
     LambdaCallback,
     LightningModule,
+    ModelPruning,
     StochasticWeightAveraging,
     Trainer,
     WeightAveraging,
@@ -148,9 +149,8 @@ class PipelineParallelStrategy(DDPStrategy):
         super().setup_environment()
         if self._replicas:
             return
-        self._replicas = replicas_of(
-            self.world_size, num_stages(self.world_size, self.num_processes, *self._sizes), self._order
-        )
+        pipeline_size = num_stages(self.world_size, self.num_processes, *self._sizes)
+        self._replicas = replicas_of(self.world_size, pipeline_size, self._order)
         self._data_group = self._group([list(ranks) for ranks in zip(*self._replicas, strict=True)])
         tensors, objects = self._group(self._replicas), self._group(self._replicas, "gloo")
         self._number = next(i for i, ranks in enumerate(self._replicas) if self.global_rank in ranks)
@@ -306,12 +306,15 @@ class PipelineParallelStrategy(DDPStrategy):
             (getattr(trainer.precision_plugin, "scaler", None), "16-mixed scales the loss: use bf16-mixed"),
             (self._layer_sync is not None, "sync_batchnorm is for ranks with the same layers: use GroupNorm"),
             (
-                any(getattr(log, "_log_graph", False) for log in trainer.loggers),
+                any(getattr(log, "_log_graph", False) is True for log in trainer.loggers),
                 "log_graph=True of a logger runs the model on rank 0 alone: remove it",
             ),
             (
-                any(isinstance(one, (WeightAveraging, StochasticWeightAveraging)) for one in trainer.callbacks),
-                "WeightAveraging and StochasticWeightAveraging copy the whole model: remove the callback",
+                any(
+                    isinstance(one, (ModelPruning, StochasticWeightAveraging, WeightAveraging))
+                    for one in trainer.callbacks
+                ),
+                "ModelPruning, StochasticWeightAveraging and WeightAveraging need the whole model: remove the callback",
             ),
         ]
         found = [reason for applies, reason in reasons if applies]
@@ -331,8 +334,7 @@ class PipelineParallelStrategy(DDPStrategy):
             parameters = list(torch.nn.ModuleList(stages[stage]).parameters())
             if not any(parameter.requires_grad for parameter in parameters):
                 raise StrategyError(
-                    f"Stage {stage} ({layers}) has no trainable parameters, so its optimizer would be empty. Use fewer "
-                    "stages, or cut elsewhere with split=[...]."
+                    f"Stage {stage} ({layers}) has no trainable parameters. Use fewer stages, or another split=[...]."
                 )
             ranks = ", ".join(str(ranks[stage]) for ranks in self._replicas)
             rows.append((stage, ranks, layers, f"{sum(parameter.numel() for parameter in parameters):,}"))

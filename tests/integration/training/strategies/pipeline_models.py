@@ -484,6 +484,19 @@ class _Draws(Classifier):
         self.extra["draws"] = self.draws
 
 
+class _Stops(Classifier):
+    """A model that ends the fit in its third batch."""
+
+    def __init__(self) -> None:
+        super().__init__(perceptron())
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        loss = functional.cross_entropy(self.network(batch[0]).flatten(1), batch[1])
+        if batch_idx == 2:
+            self.trainer.should_stop = True
+        return loss
+
+
 class _Averaged(Classifier):
     """A model with a callback that averages the parameters of its rank, as those of torch_ema do."""
 
@@ -636,5 +649,6 @@ LAYERS: dict[str, Any] = {
     "trim": (partial(_Fails, "trim"), vectors),
     "twice": (partial(_Fails, "twice"), vectors),
     "averaged": (_Averaged, vectors),
+    "stops": (_Stops, vectors),
     "raw lstm in validation": (_RawLSTMInValidation, sequences),
 }

@@ -35,6 +35,8 @@ TWO = {
     "lbfgs": Fit({}, "lbfgs", refused=True),
     "time first": Fit({}, "time first", refused=True),
     "skip": Fit({}, "skip", refused=True),
+    "stops": Fit({}, "stops"),
+    "fast_dev_run": Fit({}, "stops", {"fast_dev_run": 5}),
     "draw": Fit({}, "draw", refused=True),
     "draw again": Fit({}, "draw again", refused=True),
     "change": Fit({}, "change", refused=True),
@@ -54,6 +56,7 @@ FOUR = {
 AFTER = {
     "one outputs": Fit(model="outputs"),
     "one norms": Fit(model="norms", trainer={"gradient_clip_val": 0.1}),
+    "one stops": Fit(model="stops"),
     "one tied": Fit(model="tied", trainer={"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}),
     "one tied until 3": Fit(model="tied, adamw", trainer=TIED),
     "one tied until 6": Fit(model="tied, adamw", trainer=TIED_ON, resume="tied until 3"),
@@ -173,6 +176,15 @@ def test_what_one_rank_refuses_is_an_error_on_every_rank(fits: Seen, name: str, 
     """Every rank raises the error within the step, even in mid-training, so no rank waits for a timeout."""
     for seen in fits[name]:
         assert message in seen["error"]
+
+
+@pytest.mark.parametrize("name", ["stops", "fast_dev_run"])
+def test_a_step_ends_the_fit_on_all_ranks(fits: Seen, name: str):
+    """Only the rank of the last stage runs the step to the end, and the others would wait for it in the next."""
+    (alone,) = fits["one stops"]
+    assert len(alone["losses"]) == 3
+    for seen in fits[name]:
+        assert difference(seen, alone, "losses") <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["tied", "tied, replicas"])

@@ -199,15 +199,40 @@ def test_a_layer_that_occurs_twice_is_refused():
     Network(module_of(network=nn.Sequential(nn.Linear(4, 4), relu, nn.Linear(4, 4), relu)), None)
 
 
-def test_forward_hooks_of_layers_are_named(caplog):
-    """A loss cannot use what they store, as each runs on another rank; hooks of the whole network are no problem."""
+class Shifted(nn.Sequential):
+    """A network with its own forward."""
+
+    def forward(self, x):
+        """Add the input."""
+        return x + super().forward(x)
+
+
+def test_a_network_with_its_own_forward_lists_its_layers():
+    """A pipeline calls the layers, so a method must say that this is all that forward does."""
+    network = Shifted(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(StrategyError, match=r"network has its own forward.*add a method pipeline_layers\(\)"):
+        Network(module_of(network=network), None)
+    network.pipeline_layers = network.children
+    assert Network(module_of(network=network), "network").names == ["0", "1"]
+    replaced = three_layers()
+    replaced.forward = lambda x: x
+    with pytest.raises(StrategyError, match="network has its own forward"):
+        Network(module_of(network=replaced), None)
+
+
+def test_hooks_of_layers_and_parameters_are_named(caplog):
+    """They run per microbatch, each on the ranks of a stage; hooks of the whole network are no problem."""
     network = three_layers()
     network.register_forward_hook(lambda *_: None)
     Network(module_of(network=network), None)
     assert not caplog.records
     network[1].register_forward_hook(lambda *_: None)
     Network(module_of(network=network), None)
-    assert "The forward hooks of network.1 run only on ranks with that layer, once per microbatch." in caplog.text
+    network[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    network[2].bias.register_post_accumulate_grad_hook(lambda _: None)
+    Network(module_of(network=network), None)
+    assert "The hooks of network.1 run only on ranks with that layer, once per microbatch." in caplog.text
+    assert "The hooks of network.1, network.0.weight, network.2.bias run only" in caplog.text
 
 
 def test_layers_on_the_meta_device_are_made():

@@ -34,7 +34,7 @@ class Model(pl.LightningModule):
         self.mean, self.rows_seen = MeanMetric(), CatMetric()
         self.scores = MetricCollection([BinaryPrecision(), BinaryRecall()])
         self.extremes = MinMaxMetric(MeanMetric())
-        self.trainer = SimpleNamespace(loggers=[object()], calls=[])
+        self.trainer = SimpleNamespace(loggers=[object()], calls=[], should_stop=False)
 
     def log(self, *arguments, **keywords):
         """Record the call."""

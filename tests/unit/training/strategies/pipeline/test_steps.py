@@ -33,7 +33,7 @@ class Model(LightningModule):
         self.metrics = MetricCollection([MulticlassAccuracy(3)])
         self.logged: list[str] = []
         self.step = step
-        self.trainer = SimpleNamespace(loggers=[])
+        self.trainer = SimpleNamespace(loggers=[], should_stop=False)
 
     def log(self, name: str, *_: Any, **__: Any) -> None:
         """Record what is logged."""
@@ -67,7 +67,7 @@ class Ranks:
         if self.is_last:
             return value
         calls = [("log", ("of last", 0.0), {})]
-        return {"loss": torch.ones(())}, calls, {}, random_state()
+        return {"loss": torch.ones(())}, calls, {}, random_state(), False
 
 
 def steps_of(model: Model, is_last: bool = True, are_everywhere: bool = False) -> UserSteps:
@@ -152,6 +152,7 @@ def test_what_a_step_keeps_is_that_of_the_whole_batch():
     output = torch.randn(6, 3, requires_grad=True)
     steps.loss((BATCH, 0), output).backward()
     assert (model.rows, seen, center.tolist(), hasattr(model, "last")) == (0, [], [0, 0, 0], False)
+    del model.network.forward  # which the cut has replaced
     run(model, lambda _: output.detach())
     assert (model.rows, seen, center.tolist(), model.last) == (6, [6], [1, 1, 1], "step")
     assert model.seen is seen
