@@ -253,9 +253,7 @@ class Feeder:
             except WireError as error:
                 raise _about(request, error) from error
 
-    def link_piece(
-        self, link: HostLink, request_id: int, kind: int, value: int, num_bytes: int
-    ) -> InFlightRange | None:
+    def link_piece(self, link: HostLink, request_id: int, kind: int, value: int, size: int) -> InFlightRange | None:
         """Return the destination of a piece of a batch, or None to discard the piece."""
         with self._lock:
             request = self._scheduler.request(request_id, link.address)
@@ -265,15 +263,13 @@ class Feeder:
             answer = buffer.in_flight[request_id]
             ended = partial(self._piece_ended, request, buffer, answer)
             try:
-                return answer.begin_piece(value, num_bytes, ended)
+                return answer.begin_piece(value, size, ended)
             except WireError as error:
                 raise _about(request, error) from error
 
-    def _piece_ended(
-        self, request: StepRequest, buffer: IteratorBuffer, answer: InFlightRange, is_complete: bool
-    ) -> None:
+    def _piece_ended(self, request: StepRequest, buffer: IteratorBuffer, answer: InFlightRange, is_whole: bool) -> None:
         with self._lock:
-            buffer.end_piece(answer, is_complete=is_complete)
+            buffer.end_piece(answer, is_complete=is_whole)
             if answer.is_dropped:
                 self._send_requests()
             elif answer.is_complete:

@@ -187,8 +187,11 @@ class UserSteps:
 
         if draws is not None:
             take_random_state(self._draws.start)
+        trainer: Any = self._module.trainer
+        should_stop = trainer.should_stop
         with draws or nullcontext():
             result = self._with_network(network, self.where, lambda: module.training_step(*arguments))
+        trainer.should_stop = should_stop
         return loss_of(result, self.where)
 
     def _call(self, *inputs: Any, **keywords: Any) -> Any:

@@ -485,14 +485,14 @@ class _Draws(Classifier):
 
 
 class _Stops(Classifier):
-    """A model that ends the fit in its third batch."""
+    """A model that ends the fit in its third batch, or in one with few rows, as microbatches have."""
 
     def __init__(self) -> None:
         super().__init__(perceptron())
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         loss = functional.cross_entropy(self.network(batch[0]).flatten(1), batch[1])
-        if batch_idx == 2:
+        if batch_idx == 2 or len(batch[0]) < 16:
             self.trainer.should_stop = True
         return loss
 

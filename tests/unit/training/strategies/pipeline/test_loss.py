@@ -28,6 +28,8 @@ IGNORED = -100
 class Model(LightningModule):
     """A LightningModule with the given loss."""
 
+    trainer: Any = SimpleNamespace(should_stop=False)
+
     def __init__(self, loss: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.network = nn.Sequential(nn.Linear(4, CLASSES))
