@@ -81,13 +81,7 @@ def submit(folder: Path, job: Mapping[str, Any]) -> EmulatedJob:
     env |= {"AWS_EC2_METADATA_DISABLED": "true", "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "lightning_sm", "submit", str(folder / "job.yaml"), "--local"]
     ended = subprocess.run(
-        command,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_TIMEOUT_S, check=False
     )
     (job_dir,) = folder.glob("lightning-sm-*/local-*")
     return EmulatedJob(ended.returncode, ended.stdout, job_dir)

@@ -142,10 +142,7 @@ def test_nothing_outlives_a_command_that_is_killed(options, tmp_path):
 @pytest.mark.matrix(first=2)
 @pytest.mark.parametrize(
     ("args", "message"),
-    [
-        (["--", sys.executable + ".py"], "cannot be read"),
-        (["--", __file__], "is outside the current folder"),
-    ],
+    [(["--", sys.executable + ".py"], "cannot be read"), (["--", __file__], "is outside the current folder")],
 )
 def test_what_containers_cannot_do_is_refused(image, tmp_path, args, message):
     """Nothing is started, and the message names the option or the script."""

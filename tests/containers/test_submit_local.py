@@ -102,10 +102,7 @@ def test_a_heterogeneous_job_trains(submit, tmp_path):
     """The data host, which alone has a channel, feeds two trainers; rank 0 saves the model; ignored keys are named."""
     (tmp_path / "data" / "points.txt").write_text(" ".join(str(number / 16) for number in range(16)))
     ended = submit(
-        groups={
-            "trainer": {"instance_type": "ml.g5.xlarge", "count": 2},
-            "data": {"instance_type": "ml.c5.xlarge"},
-        },
+        groups={"trainer": {"instance_type": "ml.g5.xlarge", "count": 2}, "data": {"instance_type": "ml.c5.xlarge"}},
         channels={"training": {"uri": (tmp_path / "data").as_uri(), "groups": ["data"]}},
         source_dir=str(SCRIPTS),
         script="train_with_groups.py",

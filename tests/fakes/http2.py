@@ -29,11 +29,7 @@ CREDENTIALS = Credentials("job", "token")
 NONCE, CHALLENGE = "of the trainer", "of the server"
 
 UNPROVED_HEADERS = [(":status", "200"), ("content-type", "application/grpc")]
-OK_HEADERS = [
-    *UNPROVED_HEADERS,
-    (NONCE_KEY, CHALLENGE),
-    (PROOF_KEY, proof(CREDENTIALS, "data host", NONCE, CHALLENGE)),
-]
+OK_HEADERS = [*UNPROVED_HEADERS, (NONCE_KEY, CHALLENGE), (PROOF_KEY, proof(CREDENTIALS, "data host", NONCE, CHALLENGE))]
 OK_TRAILERS = [("grpc-status", "0")]
 
 _Event = TypeVar("_Event", bound=Event)

@@ -97,11 +97,7 @@ def resource_config(
         "current_group_name": current_group,
         "hosts": sorted(host for hosts in groups.values() for host in hosts),
         "instance_groups": [
-            {
-                "instance_group_name": name,
-                "instance_type": types.get(name, "ml.g5.xlarge"),
-                "hosts": list(hosts),
-            }
+            {"instance_group_name": name, "instance_type": types.get(name, "ml.g5.xlarge"), "hosts": list(hosts)}
             for name, hosts in groups.items()
         ],
         "network_interface_name": interface,

@@ -80,16 +80,14 @@ _EXCEPTIONS = {
     },
     "launcher/toolkit/variables.py": {r"'\x00' not in text": _SETTING},
     "launcher/user_code/requirements.py": {
-        "'No matching distribution found' in message": "pip says why it failed in its output only",
+        "'No matching distribution found' in message": "pip says why it failed in its output only"
     },
     "launcher/user_code/script_kind.py": {
         "_CLI.search(text)": "a script says in its source only how it reads its arguments",
         "_HYDRA.search(text)": "as above",
         "_OTHERS.search(text)": "as above",
     },
-    "report/verdict.py": {
-        "run.outcome == RUNNING": "the constant is the kind, and says itself to people",
-    },
+    "report/verdict.py": {"run.outcome == RUNNING": "the constant is the kind, and says itself to people"},
     "submit/retry.py": {"_QUOTA": _SERVICE, "_NO_CAPACITY not in reason": _SERVICE},
     "training/argument_parser.py": {
         "re.search(name, message)": "argparse names an unknown option only in its message",

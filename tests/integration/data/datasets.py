@@ -91,12 +91,7 @@ class Sharded(IterableDataset):
             raise StopIteration
         if self.delay_s:
             time.sleep(self.delay_s)
-        return {
-            "index": index,
-            "torch": torch.rand(2) + index,
-            "numpy": np.random.rand(2),
-            "random": random.random(),
-        }
+        return {"index": index, "torch": torch.rand(2) + index, "numpy": np.random.rand(2), "random": random.random()}
 
 
 class Data(LightningDataModule):

@@ -27,11 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sm.data.ipc.feeder_messages import HostSnapshot
 from lightning_sm.data.protocol.calls import HostReport
-from lightning_sm.errors import (
-    DataHostUnreachableError,
-    DataServiceError,
-    RemoteTransformError,
-)
+from lightning_sm.errors import DataHostUnreachableError, DataServiceError, RemoteTransformError
 from lightning_sm.job.control_folder import GENTLE_SIGNAL
 from tests.fakes.reserved_job import reserve_job
 from tests.integration.data import faults
@@ -852,15 +848,7 @@ class JobRow(Row):
 
 
 JOB_ROWS = [
-    JobRow(
-        "none",
-        "trainer",
-        "end",
-        SAME,
-        0,
-        (r"Data host done: the only rank has finished\.",),
-        act=train,
-    ),
+    JobRow("none", "trainer", "end", SAME, 0, (r"Data host done: the only rank has finished\.",), act=train),
     JobRow(
         "exception",
         "trainer",

@@ -163,10 +163,7 @@ BROKEN_STREAMS = [
     framed(1, FrameKind.FETCH, spec(num_batches=10**9, indices=[])),
     bytes(66 << 20),
 ]
-FAILING_SPECS = [
-    {"indices": [b"nonsense"] * 2},
-    {"indices": [pickle.dumps([2**62])] * 2},
-]
+FAILING_SPECS = [{"indices": [b"nonsense"] * 2}, {"indices": [pickle.dumps([2**62])] * 2}]
 
 
 def assert_survives(address, opening):

@@ -151,10 +151,7 @@ def lines_of(log, situation):
             "slow code on rank 1",
             r"Rank 1 on \S+ holds up the others: .* takes 2\d\d ms a step, .* \d+(\.\d)? ms on the others\.( .*)?",
         ),
-        (
-            "slow data host",
-            r".* of the time because of data host {b}: a worker takes 4\d\d ms per batch there.*",
-        ),
+        ("slow data host", r".* of the time because of data host {b}: a worker takes 4\d\d ms per batch there.*"),
     ],
 )
 def test_each_cause_is_named(log, situation, verdict):

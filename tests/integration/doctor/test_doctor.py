@@ -41,8 +41,7 @@ def base(tmp_path):
     """A host of a job with two trainer hosts whose names do not resolve."""
     groups = {"trainer": ["algo-2", "algo-1"]}
     base = write_job(
-        tmp_path / "ml",
-        resource_config(groups, "algo-1", instance_types={"trainer": "ml.m5.large"}, interface="lo"),
+        tmp_path / "ml", resource_config(groups, "algo-1", instance_types={"trainer": "ml.m5.large"}, interface="lo")
     )
     for name in ("model", "output"):
         (base / name).mkdir()

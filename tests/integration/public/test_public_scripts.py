@@ -56,22 +56,12 @@ class Script:
 
 CASES = {
     "image classifier": Script("image_classifier", 8, ONCE[1:]),
-    "imagenet": Script(
-        "imagenet",
-        4,
-        data=datasets.image_folders,
-        folder="--model.data_path",
-        is_channel=False,
-    ),
+    "imagenet": Script("imagenet", 4, data=datasets.image_folders, folder="--model.data_path", is_channel=False),
     "bolts": Script("bolts_mnist", 8, (*ONCE, "--model.num_classes=10", "--data.batch_size=8"), datasets.mnist),
     "text": Script("text_classifier", 16),
     "time series": Script("forecasting", 8, (*ONCE, "--data.batch_size=4"), datasets.sales),
     "webdataset": Script("webdataset_images", 16, data=datasets.shards),
-    "litdata": Script(
-        "litdata_tokens",
-        16,
-        data=datasets.tokens,
-    ),
+    "litdata": Script("litdata_tokens", 16, data=datasets.tokens),
     # Two optimizers that step once per batch. The script uses argparse and SageMakerTrainer instead of a CLI.
     "gan": Script("gan", 32, ("--max_epochs=1", "--strategy=ddp_find_unused_parameters_true")),
     "template": Script("template", 16, (*ONCE, "--test_after_fit=true", "--model.lr=0.05")),
@@ -89,12 +79,7 @@ ORDINARY = ("image classifier", "imagenet", "bolts", "time series")
 WITH_DATA_HOST = {
     **{name: script for name, script in CASES.items() if name not in ORDINARY},
     # Each trainer host takes four steps, because with_epoch(4) counts the batches of a rank.
-    "webdataset, its own loader": Script(
-        "webdataset_images",
-        8,
-        (*ONCE, "--data.web_loader=true"),
-        datasets.shards,
-    ),
+    "webdataset, its own loader": Script("webdataset_images", 8, (*ONCE, "--data.web_loader=true"), datasets.shards),
     "litdata, torch's loader": Script("litdata_tokens", 16, (*ONCE, "--data.stateful_loader=false"), datasets.tokens),
 }
 

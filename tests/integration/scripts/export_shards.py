@@ -53,10 +53,7 @@ def refuse_barrier(name):
 def export(model_dir, best):
     callback = ModelCheckpoint()
     callback.best_model_path = best
-    strategy = SimpleNamespace(
-        broadcast=broadcast,
-        barrier=refuse_barrier,
-    )
+    strategy = SimpleNamespace(broadcast=broadcast, barrier=refuse_barrier)
     trainer = SimpleNamespace(
         strategy=strategy,
         local_rank=0,

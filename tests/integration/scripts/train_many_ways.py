@@ -197,10 +197,7 @@ class Weighted(LightningDataModule):
     def load_state_dict(self, state_dict):
         self.weights, self.shape = (
             {number: 2 * weight for number, weight in state_dict["weights"].items()},
-            (
-                *state_dict["shape"],
-                3,
-            ),
+            (*state_dict["shape"], 3),
         )
 
     def train_dataloader(self):

@@ -77,9 +77,5 @@ if __name__ == "__main__":
     seen = {"missing": import_everything()}
     cli = SageMakerCLI(Model, Points)
     cli.trainer.test(cli.model, cli.datamodule)
-    seen |= {
-        "steps": cli.trainer.global_step,
-        "remote": refusal(read_remotely),
-        "host": refusal(serve),
-    }
+    seen |= {"steps": cli.trainer.global_step, "remote": refusal(read_remotely), "host": refusal(serve)}
     print("seen:", json.dumps(seen))

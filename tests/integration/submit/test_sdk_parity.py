@@ -100,11 +100,7 @@ def sent(command, folder, variables, text=""):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, id="stated output"),
-        pytest.param({"output": None}, id="default bucket"),
-    ],
+    "changes", [pytest.param({}, id="stated output"), pytest.param({"output": None}, id="default bucket")]
 )
 def test_the_service_gets_what_the_stock_estimator_sends(tmp_path, sdk2_python, changes):
     """The requests are equal, and the code is at the same place in S3, with the same files."""

@@ -23,10 +23,7 @@ JOB = {
     "image": "111122223333.dkr.ecr.us-east-1.amazonaws.com/lightning-sm:latest",
     "role": "arn:aws:iam::111122223333:role/training",
     "name": "digits",
-    "groups": {
-        "trainer": {"instance_type": "ml.g5.xlarge", "count": 2},
-        "data": {"instance_type": "ml.c6i.4xlarge"},
-    },
+    "groups": {"trainer": {"instance_type": "ml.g5.xlarge", "count": 2}, "data": {"instance_type": "ml.c6i.4xlarge"}},
     "channels": {
         "training": {"uri": "s3://bucket/data", "groups": ["data"]},
         "other": {"uri": "s3://bucket/other", "mode": "FastFile"},
@@ -126,11 +123,7 @@ REQUEST = {
         },
     ],
     "HyperParameters": {"data.batch_size": "64", "nothing": "null", "name": '"a b"'},
-    "Environment": {
-        "NAME": "value",
-        "LIGHTNING_SM_JOB_SECRET": "(hidden)",
-        "LIGHTNING_SM_MAX_RESTARTS": "3",
-    },
+    "Environment": {"NAME": "value", "LIGHTNING_SM_JOB_SECRET": "(hidden)", "LIGHTNING_SM_MAX_RESTARTS": "3"},
     "Tags": [{"Key": "project", "Value": "digits"}],
     "VpcConfig": {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]},
     "EnableInterContainerTrafficEncryption": True,
@@ -181,11 +174,7 @@ def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
     job = {
         **JOB,
         "environment": {**JOB["environment"], "HF_TOKEN": "S3CR3T"},
-        "hyperparameters": {
-            **JOB["hyperparameters"],
-            "api_key": "S3CR3T",
-            "logger": {"x": "a", "token": "S3CR3T"},
-        },
+        "hyperparameters": {**JOB["hyperparameters"], "api_key": "S3CR3T", "logger": {"x": "a", "token": "S3CR3T"}},
         "not_secret": ["HF_TOKEN", "api_key", "logger.token"],
     }
     ended = submit(job, "--dry-run", environment=environment)

@@ -30,10 +30,7 @@ class TestArguments:
 
     @pytest.mark.parametrize(
         "args",
-        [
-            ["--data.batch_size=2", "--trainer.max_epochs=3"],
-            {"data": {"batch_size": 2}, "trainer": {"max_epochs": 3}},
-        ],
+        [["--data.batch_size=2", "--trainer.max_epochs=3"], {"data": {"batch_size": 2}, "trainer": {"max_epochs": 3}}],
     )
     def test_arguments_given_by_the_script(self, host, caplog, args):
         """Arguments that the script passes, as a list or a dict, count as the user's; hyperparameters do not."""

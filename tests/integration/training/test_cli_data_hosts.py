@@ -95,18 +95,12 @@ def make_model(hidden: int) -> LightningModule:
         (["--model.hidden=3"], {"model": NeedyModel}),
         (["--model.hidden=3"], {"model": make_model}),
         ([f"--model={__name__}.OtherModel", "--model.hidden=3"], {"model": NeedyModel, "subclass_mode_model": True}),
-        (
-            [f"--model={__name__}.OtherModel", "--model.hidden=3", f"--data={SMALL_DATA}"],
-            {"model": None, "data": None},
-        ),
+        ([f"--model={__name__}.OtherModel", "--model.hidden=3", f"--data={SMALL_DATA}"], {"model": None, "data": None}),
         (
             ["--model.hidden=3", "--mylogger.save_dir=x", f"--chosen={__name__}.OwnCallback", "--chosen.path=x"],
             {"model": NeedyModel, "data": NeedyData, "cli": GroupsCLI},
         ),
-        (
-            ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=x", "--optimizer=SGD", "--optimizer.lr=0.1"],
-            {},
-        ),
+        (["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=x", "--optimizer=SGD", "--optimizer.lr=0.1"], {}),
     ],
     ids=["required", "function", "subclass", "any class", "groups and links", "optimizer"],
 )

@@ -195,8 +195,7 @@ class TestWhateverStartsFit:
             cli.trainer.fit(cli.model, cli.datamodule)
             steps.append(cli.trainer.ckpt_path)
             second = make_trainer(
-                max_epochs=epochs,
-                callbacks=[SpotCheckpoint(checkpoints), ModelCheckpoint(checkpoints / "second")],
+                max_epochs=epochs, callbacks=[SpotCheckpoint(checkpoints), ModelCheckpoint(checkpoints / "second")]
             )
             second.fit(SmallModel(), SmallData())
             return [*steps, second.ckpt_path, second.global_step]

@@ -190,10 +190,7 @@ def test_spawned_workers_get_their_own_ranks(hosts):
         ),
         (
             {"LIGHTNING_SM_DEVICES": "1"},
-            [
-                {"num_nodes": 2, "devices": 2},
-                {"num_nodes": 2, "devices": 2, "strategy": "ddp_spawn"},
-            ],
+            [{"num_nodes": 2, "devices": 2}, {"num_nodes": 2, "devices": 2, "strategy": "ddp_spawn"}],
         ),
     ],
 )

@@ -56,12 +56,7 @@ def test_one_rank_fails_and_saves_nothing(tmp_path, failing):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(_SCRIPT))
     hosts = Hosts(tmp_path / "hosts")  # reserves the port
-    env = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(hosts.main_port),
-        "LOCAL_RANK": "0",
-    }
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(hosts.main_port), "LOCAL_RANK": "0"}
     env |= {"WORLD_SIZE": "2", "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), str(tmp_path / "saved"), str(failing)]
     ended = run_together({str(rank): (command, {**env, "NODE_RANK": str(rank)}) for rank in range(2)})[str(failing)]
@@ -97,12 +92,7 @@ def test_a_failing_rank_waits_for_no_peer_at_its_exit(tmp_path, failure, code):
     source = textwrap.dedent(_SCRIPT).replace('raise ValueError("a bad sample")', failure)
     script.write_text(source.replace("model = Model()", f"{_LEAVES}\nmodel = Model()"))
     hosts = Hosts(tmp_path / "hosts")  # reserves the port
-    env = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(hosts.main_port),
-        "LOCAL_RANK": "0",
-    }
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(hosts.main_port), "LOCAL_RANK": "0"}
     env |= {"WORLD_SIZE": "2", "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), str(tmp_path / "saved"), "1"]
     folders = [tmp_path / f"control-{rank}" for rank in range(2)]

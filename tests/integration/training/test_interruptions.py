@@ -121,11 +121,7 @@ def test_a_stopped_job_leaves_a_checkpoint_and_a_model_and_says_so(tmp_path):
 def test_a_hardware_failure_resumes_from_the_last_periodic_checkpoint(tmp_path, references):
     """If all hosts are killed, the next attempt repeats the steps since the last checkpoint on the same data."""
     expected = references()
-    code, output = run_job(
-        tmp_path,
-        *("--fault", "restart@step=40"),
-        arguments=("--model.step_s", "0.05"),
-    )
+    code, output = run_job(tmp_path, *("--fault", "restart@step=40"), arguments=("--model.step_s", "0.05"))
     assert code == 0, output
     for (_, wanted), (_, found) in zip(expected, notes(tmp_path), strict=True):
         assert found == pytest.approx(wanted, rel=1e-12)

@@ -131,8 +131,7 @@ def noisy(samples):
 @pytest.mark.matrix
 @pytest.mark.parametrize("cls", POSITIONED)
 @pytest.mark.parametrize(
-    "moment",
-    ["a step's end", "a later step", "the last step of an epoch", "within a validation", "end of an epoch"],
+    "moment", ["a step's end", "a later step", "the last step of an epoch", "within a validation", "end of an epoch"]
 )
 def test_random_numbers_resume(tmp_path, uninterrupted, cls, moment):
     """Order, dropout and noise match the uninterrupted run: no sample is repeated or skipped."""

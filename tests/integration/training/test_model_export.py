@@ -75,8 +75,7 @@ class TestSize:
     """The export uses no more time, memory and disk than necessary."""
 
     @pytest.mark.parametrize(
-        ("model", "expected"),
-        [("full", MODEL_FILES), ("weights", {"state_dict.pt", "config.yaml"}), ("none", set())],
+        ("model", "expected"), [("full", MODEL_FILES), ("weights", {"state_dict.pt", "config.yaml"}), ("none", set())]
     )
     @pytest.mark.parametrize("argument", [[], ["--trainer.enable_checkpointing=false"]])
     def test_the_job_says_what_it_leaves(self, host, monkeypatch, model, expected, argument):
@@ -205,8 +204,7 @@ class TestStop:
         assert caught.value.code == 143
 
     @pytest.mark.parametrize(
-        ("model", "expected"),
-        [("full", MODEL_FILES), ("weights", {"state_dict.pt", "config.yaml"}), ("none", set())],
+        ("model", "expected"), [("full", MODEL_FILES), ("weights", {"state_dict.pt", "config.yaml"}), ("none", set())]
     )
     def test_the_best_model_so_far_is_exported(self, host, checkpoints, monkeypatch, model, expected):
         """The second epoch's model is exported, though the third has begun, as far as LIGHTNING_SM_MODEL allows."""

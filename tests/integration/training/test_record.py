@@ -81,12 +81,7 @@ def of_kind(lines, kind):
 def test_every_process_has_a_file(run):
     """Launchers of both roles and all ranks write files that begin with who they are and end with the outcome."""
     _, files = run
-    assert files.keys() == {
-        ("trainer", "launcher"),
-        ("data", "launcher"),
-        ("trainer", "rank-0"),
-        ("trainer", "rank-1"),
-    }
+    assert files.keys() == {("trainer", "launcher"), ("data", "launcher"), ("trainer", "rank-0"), ("trainer", "rank-1")}
     for (role, who), lines in files.items():
         head, end = lines[0], lines[-1]
         assert (head.role, len(head.hosts)) == (role, 3)

@@ -29,11 +29,7 @@ def run_job(folder, *options, arguments=()):
 
 
 @pytest.mark.matrix(first=1)
-@pytest.mark.parametrize(
-    "arguments",
-    [("unsized",), ("sized",)],
-    ids=["no length", "a stated length"],
-)
+@pytest.mark.parametrize("arguments", [("unsized",), ("sized",)], ids=["no length", "a stated length"])
 def test_streams_may_end_at_different_batches(tmp_path, arguments):
     """A validation over streams, whose true lengths are unknown, completes on both ranks."""
     code, output = run_job(tmp_path, arguments=("--data.stream", *arguments))

@@ -147,10 +147,7 @@ class TestInAJob:
         host.configure(tensorboard={"LocalPath": str(host.base_dir / "tb")})
         loggers = [CSVLogger("mine"), TensorBoardLogger("board"), CSVLogger("/abs")]
         trainer = SageMakerTrainer(
-            **QUIET,
-            logger=loggers,
-            default_root_dir="root",
-            callbacks=[ModelCheckpoint("ckpts"), TQDMProgressBar()],
+            **QUIET, logger=loggers, default_root_dir="root", callbacks=[ModelCheckpoint("ckpts"), TQDMProgressBar()]
         )
         assert [logger.save_dir for logger in trainer.loggers] == [
             str(host.output_dir / "mine"),

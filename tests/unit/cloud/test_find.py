@@ -52,9 +52,7 @@ def test_a_name_that_no_training_job_has_may_be_a_tuning_job(clients):
     for page in summaries:
         more = {"NextToken": "more"} if page is summaries[0] else {}
         clients.answers(
-            "sagemaker",
-            "list_training_jobs_for_hyper_parameter_tuning_job",
-            {"TrainingJobSummaries": [page], **more},
+            "sagemaker", "list_training_jobs_for_hyper_parameter_tuning_job", {"TrainingJobSummaries": [page], **more}
         )
     assert training_job_names(clients, found) == ["tune-1-001", "tune-1-002"]
 

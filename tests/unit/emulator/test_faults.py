@@ -10,17 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sm.emulator import attempt
-from lightning_sm.emulator.faults import (
-    HELP,
-    Fault,
-    FaultPlan,
-    FaultSettings,
-    Kind,
-    Moment,
-    check,
-    host_name,
-    parse,
-)
+from lightning_sm.emulator.faults import HELP, Fault, FaultPlan, FaultSettings, Kind, Moment, check, host_name, parse
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.control_folder import ControlFolder
 

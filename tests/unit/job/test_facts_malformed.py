@@ -163,11 +163,7 @@ def test_port_out_of_range_is_an_error(tmp_path, text):
         ("LIGHTNING_SM_DEVICES", "0", r"LIGHTNING_SM_DEVICES='0': expected a whole number from 1 to 1024"),
         ("LIGHTNING_SM_DEVICES", "auto", r"LIGHTNING_SM_DEVICES='auto': expected"),
         ("SM_NUM_GPUS", "x", r"SM_NUM_GPUS='x': expected"),
-        (
-            "LIGHTNING_SM_HOST_ADDRESSES",
-            "10.0.0.1",
-            r"HOST_ADDRESSES='10\.0\.0\.1': expected a JSON object",
-        ),
+        ("LIGHTNING_SM_HOST_ADDRESSES", "10.0.0.1", r"HOST_ADDRESSES='10\.0\.0\.1': expected a JSON object"),
         ("LIGHTNING_SM_HOST_ADDRESSES", '["a"]', r"LIGHTNING_SM_HOST_ADDRESSES='\[\"a\"\]': expected a JSON object"),
         ("LIGHTNING_SM_HOST_ADDRESSES", '{"a": 1}', r"LIGHTNING_SM_HOST_ADDRESSES=.*got `int`"),
     ],

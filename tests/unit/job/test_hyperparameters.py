@@ -248,8 +248,7 @@ def test_keys_win_over_config_files(tmp_path):
 
 @pytest.mark.toolkit
 @pytest.mark.parametrize(
-    ("key", "kind", "value"),
-    [("table", dict, {"a": 1, "b": 2}), ("none", int | None, None), ("b", int, 4)],
+    ("key", "kind", "value"), [("table", dict, {"a": 1, "b": 2}), ("none", int | None, None), ("b", int, 4)]
 )
 def test_values_that_the_toolkit_mangles_arrive(key, kind, value):
     """These values break sagemaker-training's command line, but survive ours."""

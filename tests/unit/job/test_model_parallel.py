@@ -62,10 +62,7 @@ def test_what_is_not_stated_has_the_defaults_of_the_library(name):
         ({"memory_weight": 0.8, "optimize": "speed"}, {}),
         ({"microbatches": 8}, {"num_microbatches": 8}),
         ({"ddp_dist_backend": "nccl"}, {"process_group_backend": "nccl"}),
-        (
-            {"auto_partition": True, "horovod": False, "ddp_port": 7, "skip_tracing": True, "contiguous": True},
-            {},
-        ),
+        ({"auto_partition": True, "horovod": False, "ddp_port": 7, "skip_tracing": True, "contiguous": True}, {}),
     ],
 )
 def test_each_parameter_becomes_its_option(parameters, options):

@@ -38,13 +38,7 @@ MPI = {
 }
 STRAYS = dict.fromkeys(RANK_VARIABLES, "1")
 OF_TORCHRUN = RankStart(
-    RankStarter.TORCHRUN,
-    local_rank=1,
-    node_rank=1,
-    devices=2,
-    world_size=4,
-    main_address="algo-2",
-    main_port=7777,
+    RankStarter.TORCHRUN, local_rank=1, node_rank=1, devices=2, world_size=4, main_address="algo-2", main_port=7777
 )
 OF_MPI = RankStart(RankStarter.MPI, local_rank=1, node_rank=1, devices=2, world_size=4)
 OF_LAUNCHER = RankStart(RankStarter.LAUNCHER, local_rank=1, node_rank=1, devices=2, world_size=4)
@@ -75,8 +69,7 @@ def test_launcher_is_detected(env, expected):
 
 
 @pytest.mark.parametrize(
-    ("rank", "local_rank", "node_rank"),
-    [("0", "0", 0), ("1", "1", 0), ("2", "0", 1), ("3", "1", 1)],
+    ("rank", "local_rank", "node_rank"), [("0", "0", 0), ("1", "1", 0), ("2", "0", 1), ("3", "1", 1)]
 )
 def test_node_rank_under_mpirun_follows_from_the_rank(rank, local_rank, node_rank):
     """The ranks of a host are consecutive, so the node rank follows from rank and local rank."""

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.hyperparameters import encode, to_argv
-from lightning_sm.job.redaction import (
-    HIDDEN,
-    is_secret,
-    shown,
-    shown_arguments,
-)
+from lightning_sm.job.redaction import HIDDEN, is_secret, shown, shown_arguments
 
 SECRET_NAMES = [
     "token",

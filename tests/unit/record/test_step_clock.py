@@ -45,14 +45,7 @@ def test_a_step_has_its_parts():
     clock.enter(DATA_WAIT)
     totals = clock.totals
     assert (totals.num_steps, totals.samples, totals.wall_s) == (1, 4, 7)
-    assert totals.parts == {
-        "data_wait": 1,
-        "to_device": 1,
-        "forward": 1,
-        "backward": 1,
-        "optimizer": 2,
-        "other": 1,
-    }
+    assert totals.parts == {"data_wait": 1, "to_device": 1, "forward": 1, "backward": 1, "optimizer": 2, "other": 1}
     assert totals.share("optimizer", "other") == pytest.approx(3 / 7)
 
 

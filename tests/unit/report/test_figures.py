@@ -10,15 +10,7 @@ from lightning_sm.record.events import FOLDER, DataService, End, Event, Loader, 
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
 from lightning_sm.report import verdict
-from lightning_sm.report.figures import (
-    OTHER,
-    RESTARTS,
-    RUNNING,
-    SHUTDOWN,
-    STEPS,
-    WAITING,
-    Figures,
-)
+from lightning_sm.report.figures import OTHER, RESTARTS, RUNNING, SHUTDOWN, STEPS, WAITING, Figures
 from lightning_sm.report.limits import limits
 from lightning_sm.report.sizing import measure
 from tests.unit.report.recorded import BEGIN, data, head, input_bound, steps, use, write
@@ -35,15 +27,7 @@ def test_the_time_of_a_job_is_told_apart(tmp_path):
     assert run.seconds == pytest.approx(72.0)
     assert sum(run.shares.values()) == pytest.approx(72.0)
     found = {name: round(seconds, 1) for name, seconds in run.shares.items() if seconds}
-    assert found == {
-        "start-up": 5,
-        "first step": 4,
-        STEPS: 25.2,
-        WAITING: 34.8,
-        "validation": 1,
-        SHUTDOWN: 1,
-        OTHER: 1,
-    }
+    assert found == {"start-up": 5, "first step": 4, STEPS: 25.2, WAITING: 34.8, "validation": 1, SHUTDOWN: 1, OTHER: 1}
     assert run.fixed_s == pytest.approx(11.0)
 
 
@@ -385,11 +369,7 @@ def test_steps_that_are_trained_again_count_once(tmp_path):
 def test_a_process_that_waits_for_a_restart_takes_no_time_before_it(tmp_path):
     """A standby process counts from the restart on, and all its time until its first step is part of the restart."""
     for begin in (0.0, 20.0):
-        lines = [
-            head(begin + 5),
-            Span(BEGIN + begin + 5, "startup", BEGIN, begin + 5),
-            Loader(BEGIN + begin + 5),
-        ]
+        lines = [head(begin + 5), Span(BEGIN + begin + 5, "startup", BEGIN, begin + 5), Loader(BEGIN + begin + 5)]
         write(tmp_path, *lines, Span(BEGIN + begin + 6, "first_batch", BEGIN + begin + 5, 1.0))
         write(tmp_path, *(steps(begin + 6 + second, waiting=0.0, step=20 * second) for second in range(1, 11)))
     run = of(tmp_path)

@@ -182,8 +182,7 @@ def test_the_numbers_are_those_that_say_something_of_this_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "best"),
-    [("val/MeanSquaredError", 1), ("val_rmse", 1), ("val_wer", 1), ("val_f1", 3), ("val_power", 3)],
+    ("name", "best"), [("val/MeanSquaredError", 1), ("val_rmse", 1), ("val_wer", 1), ("val_f1", 3), ("val_power", 3)]
 )
 def test_the_best_value_is_the_smallest_of_an_error(tmp_path, name, best):
     """Names of errors are recognised in several spellings."""
@@ -193,8 +192,7 @@ def test_the_best_value_is_the_smallest_of_an_error(tmp_path, name, best):
 
 
 @pytest.mark.parametrize(
-    ("values", "shown"),
-    [([0.5, 0.7, None], "best val_acc 0.7 (last nan)"), ([None, None], "best val_acc nan")],
+    ("values", "shown"), [([0.5, 0.7, None], "best val_acc 0.7 (last nan)"), ([None, None], "best val_acc nan")]
 )
 def test_a_metric_that_becomes_nan_is_shown(tmp_path, values, shown):
     """The page shows a NaN as the last value."""

@@ -38,11 +38,7 @@ def test_the_work_of_a_step_decides(tmp_path):
     """
     planned = plan(of(input_bound(tmp_path)), PRICES)
     assert [(line.workers, line.num_hosts) for line in planned.lines] == [(2, 1), (4, 2), (6, 3)]
-    assert [line.step_s for line in planned.lines] == [
-        pytest.approx(0.05),
-        pytest.approx(0.026),
-        pytest.approx(0.023),
-    ]
+    assert [line.step_s for line in planned.lines] == [pytest.approx(0.05), pytest.approx(0.026), pytest.approx(0.023)]
     assert [line.limit for line in planned.lines] == ["workers", "workers", "training"]
 
 

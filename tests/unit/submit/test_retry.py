@@ -57,8 +57,7 @@ class Service:
 
 
 @pytest.mark.parametrize(
-    "obstacle",
-    [NO_CAPACITY, *map(refusal, ["ResourceLimitExceeded", "ThrottlingException", "InsufficientCapacity"])],
+    "obstacle", [NO_CAPACITY, *map(refusal, ["ResourceLimitExceeded", "ThrottlingException", "InsufficientCapacity"])]
 )
 def test_lack_of_capacity_is_tried_again_under_a_new_name(obstacle, caplog):
     """A lack of capacity causes a retry, whether it is reported at submission or as the job's failure."""

@@ -172,7 +172,7 @@ class UserSteps:
             StrategyError: ``training_step`` calls the network several times, returns no loss, or cannot draw the given
                 random numbers.
         """
-        module, state = self._copy(self._before), random_state()
+        module = self._copy(self._before)
 
         def network(*_: Any) -> Any:
             if draws is not None:
@@ -186,6 +186,7 @@ class UserSteps:
             return output
 
         if draws is not None:
+            state = random_state()
             take_random_state(self._draws.start)
         trainer: Any = self._module.trainer
         should_stop = trainer.should_stop

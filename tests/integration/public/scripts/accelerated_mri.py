@@ -100,11 +100,7 @@ class FastMriDataModule(LightningDataModule):
         if torch.distributed.is_initialized():
             sampler = VolumeSampler(dataset) if use_seed else DistributedSampler(dataset)
         return DataLoader(
-            dataset,
-            self.hparams.batch_size,
-            num_workers=2,
-            sampler=sampler,
-            shuffle=sampler is None and not use_seed,
+            dataset, self.hparams.batch_size, num_workers=2, sampler=sampler, shuffle=sampler is None and not use_seed
         )
 
     def train_dataloader(self):

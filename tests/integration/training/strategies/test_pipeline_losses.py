@@ -37,11 +37,7 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 @pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        *((model, model) for model in MODELS),
-        ("contrastive in one microbatch", "contrastive"),
-    ],
+    ("name", "model"), [*((model, model) for model in MODELS), ("contrastive in one microbatch", "contrastive")]
 )
 def test_a_declared_loss_trains_as_one_process_does(fits: Seen, name: str, model: str):
     """Losses and weights match one process, even if all labels of a microbatch are padding, or the step adds noise."""

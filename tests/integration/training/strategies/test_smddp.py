@@ -113,10 +113,7 @@ def test_the_ranks_may_come_from_mpirun():
     with tempfile.TemporaryDirectory(prefix="smddp") as folder:
         hosts = Hosts(Path(folder), {"trainer": ["algo-2", "algo-1"]}, instance_types={"trainer": "ml.p4d.24xlarge"})
         end = mpirun(
-            hosts,
-            hosts.names,
-            script("train_and_reduce.py", "fit", "--trainer.strategy=smddp"),
-            python_path=[STAND_IN],
+            hosts, hosts.names, script("train_and_reduce.py", "fit", "--trainer.strategy=smddp"), python_path=[STAND_IN]
         )
         assert end.code == 0, end.output
         seen = hosts.seen()

@@ -147,11 +147,7 @@ def test_tensors_arrive_as_they_are(tensor):
     """Tensors arrive unchanged, whether or not NumPy can express them."""
     arrived = travelled(tensor)
     assert type(arrived) is type(tensor)
-    assert (arrived.dtype, arrived.requires_grad, arrived.layout) == (
-        tensor.dtype,
-        tensor.requires_grad,
-        tensor.layout,
-    )
+    assert (arrived.dtype, arrived.requires_grad, arrived.layout) == (tensor.dtype, tensor.requires_grad, tensor.layout)
     assert torch.equal(arrived, tensor)
 
 

@@ -8,13 +8,7 @@ import pytest
 
 from lightning_sm.errors import ScriptError
 from lightning_sm.launcher.user_code.requirements import constraints, failure
-from lightning_sm.launcher.user_code.script import (
-    Program,
-    Submission,
-    find_program,
-    find_script,
-    find_submission,
-)
+from lightning_sm.launcher.user_code.script import Program, Submission, find_program, find_script, find_submission
 from tests.fakes.job_folder import make_job
 
 

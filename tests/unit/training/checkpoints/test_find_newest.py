@@ -231,8 +231,7 @@ def test_a_checkpoint_with_a_changed_byte_is_passed_over(tmp_path, warnings_of, 
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"\0" * 5000, b"not a checkpoint", b"PK\x03\x04" + b"\0" * 500, pickle.dumps({"a": 1})],
+    "content", [b"", b"\0" * 5000, b"not a checkpoint", b"PK\x03\x04" + b"\0" * 500, pickle.dumps({"a": 1})]
 )
 def test_other_content_starts_from_the_beginning(tmp_path, warnings_of, content):
     """Other files are no error: a warning names each one, and training starts from the beginning."""

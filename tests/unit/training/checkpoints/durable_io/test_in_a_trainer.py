@@ -74,10 +74,7 @@ def test_the_innermost_is_wrapped_once(folder, plugin):
 def test_leftovers_of_a_killed_run_are_removed(folder):
     """A run removes the unfinished files of a run that was killed, and nothing else."""
     kept = ["a.ckpt", ".hidden", "version_0", "a.ckpt.sagemaker-uploaded", "b.ckpt.sagemaker-uploading"]
-    unfinished = [
-        "version_0/b.ckpt.sagemaker-ignore",
-        "c.ckpt.sagemaker-ignore/deep/x",
-    ]
+    unfinished = ["version_0/b.ckpt.sagemaker-ignore", "c.ckpt.sagemaker-ignore/deep/x"]
     for name in (*unfinished, *kept):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).exists() or (folder / name).write_text("half")

@@ -11,11 +11,7 @@ from pytorch_lightning import LightningModule
 from torch import nn
 
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.layers import (
-    Network,
-    RemoteLayerPlaceholder,
-    materialize,
-)
+from lightning_sm.training.strategies.pipeline.layers import Network, RemoteLayerPlaceholder, materialize
 
 
 class Residual(nn.Module):
