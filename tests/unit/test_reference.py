@@ -45,7 +45,7 @@ def test_each_command_has_the_options_of_its_help(capsys, monkeypatch):
     """Each command's section has its usage and its options, including commands within commands."""
     monkeypatch.setenv("NO_COLOR", "1")
     sections = dict(re.findall(r"^## (lightning-sm [^\n]*)\n\n(.*?)(?=^## |\Z)", REFERENCE["commands"](), re.M | re.S))
-    names = {name for name in program._NAMES if name != "jobs"}
+    names = {name for name in program._HELP if name != "jobs"}
     names |= {f"jobs {name}" for name in ("list", "logs", "stop", "report", "again")}
     assert set(sections) == {f"lightning-sm {name}" for name in names}
     for name, text in sections.items():
