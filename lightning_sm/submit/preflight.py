@@ -233,9 +233,7 @@ def _addresses(job: Job, region: str | None) -> Iterator[JobProblem]:
     uris: dict[str, str | None] = {f"channels.{name}.uri": channel.uri for name, channel in job.channels.items()}
     for key, uri in {**uris, "output": job.output, "checkpoints": job.checkpoints}.items():
         if uri is not None and not _S3.fullmatch(uri):
-            yield JobProblem(
-                key, f"{key} is {uri!r}; expected s3://bucket/prefix (to upload a folder: aws s3 cp --recursive)."
-            )
+            yield JobProblem(key, f"{key} is {uri!r}; expected s3://bucket/prefix (to upload: aws s3 cp --recursive).")
     if job.output and job.checkpoints and _as_folder(job.output).startswith(_as_folder(job.checkpoints)):
         yield JobProblem(
             "output",

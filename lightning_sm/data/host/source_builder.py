@@ -203,10 +203,13 @@ class StreamBuilder:
             notes.set_text(f"its own request, to start a stream over and skip to batch {spec.first}")
             os._exit(0)
         # A persistent worker starts a new pass here, and first builds what torch's worker would have built ahead: its
-        # random numbers depend on that. A process that replaces another reads nothing of earlier passes.
+        # random numbers depend on that. A process that replaces another is too far behind, and reads nothing of
+        # earlier passes.
+        due = dict(enumerate(spec.num_before, spec.seed - len(spec.num_before)))
+        due = due if self._pass in due else {}
         while self._pass < spec.seed:
             with suppress(Exception):  # torch drops errors in batches that nobody wants, too
-                while 0 < self._num_built < spec.num_before and not self._has_ended:
+                while self._num_built < due.get(self._pass, 0) and not self._has_ended:
                     self._next(notes)
             self._open(notes)
             self._pass += 1

@@ -26,7 +26,8 @@ class FetchSpec(msgspec.Struct, frozen=True, array_like=True):
         first: Number of the first batch in the iterator.
         num_batches: Number of batches.
         indices: The sampler's output for each batch, pickled; empty for a stream, which is not indexed.
-        num_before: For a stream, the number of batches that torch's worker would have built in the previous pass.
+        num_before: For a stream, how many batches torch's worker would have built in each of the last passes: in all
+            since the last one of which the trainer got a batch.
     """
 
     opening: Name
@@ -36,7 +37,7 @@ class FetchSpec(msgspec.Struct, frozen=True, array_like=True):
     first: Natural
     num_batches: Annotated[int, Meta(ge=1, le=MAX_RANGE_LENGTH)]
     indices: _Indices
-    num_before: Natural = 0
+    num_before: Annotated[list[Natural], Meta(max_length=1 << 16)] = []
 
     def encode(self) -> bytes:
         """Return the payload of a FETCH frame."""

@@ -59,9 +59,8 @@ class ServerProcess:
         self._main = main
         self._settings = settings
         self._pool = WorkerPool(lambda worker: self._send(host_messages.KillWorker(worker)))
-        self._leases = Leases(
-            settings.lease_s, settings.startup_timeout_s, time.monotonic(), may_restart=settings.may_restart
-        )
+        lease_s, now = settings.lease_s, time.monotonic()
+        self._leases = Leases(lease_s, settings.startup_timeout_s, now, may_restart=settings.may_restart)
         self._leasing = threading.Lock()
         self._loading = threading.Lock()
         self._snapshots = snapshots

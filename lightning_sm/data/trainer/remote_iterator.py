@@ -149,7 +149,7 @@ class _FeederPass:
         self._timeout_s = settings.batch_timeout_s
         is_stream = opening.stream is not None
         # A stream must first read all earlier batches.
-        self._first_timeout_s = self._timeout_s * (1 + fetch.first + fetch.num_before if is_stream else 1)
+        self._first_timeout_s = self._timeout_s * (1 + fetch.first + sum(fetch.num_before) if is_stream else 1)
         window = ahead or max(2, -(-source.window_batches // num_parts))
         slots = source.slots
         self._ring: SlotRing = slots.take()
@@ -301,14 +301,14 @@ class _StreamWorkers:
         num_workers: Number of workers.
         ahead: How many batches each persistent worker builds ahead of the consumer: as many as in torch, because the
             worker's random numbers in the next pass depend on it. 0 for other workers.
-        num_before: For each worker, how many batches it has to have built in the previous pass.
+        num_before: For each worker, how many batches it has to have built in the last passes, as in ``FetchSpec``.
     """
 
     def __init__(self, source: LoaderSource, pickled: PickledObject, seed: int, loader: DataLoader[Any]) -> None:
         self._source = source
         self.num_workers = num_workers = max(1, loader.num_workers)
         self.ahead = loader.persistent_workers * (loader.prefetch_factor or 0)
-        self.num_before = [0] * num_workers
+        self.num_before: list[list[int]] = [[] for _ in range(num_workers)]
         rank, world_size, number = source.rank, source.world_size, next(_NUMBERS)
         self._openings = [
             source.opening(
@@ -383,7 +383,8 @@ class _Turns:
         """End all passes and cancel their requests."""
         for _, worker_pass in self._passes:
             worker_pass.close()
-        self._workers.num_before = [count + self._workers.ahead for count in self._counts]
+        pairs = zip(self._counts, self._workers.num_before, strict=True)
+        self._workers.num_before = [[*([] if num else before), num + self._workers.ahead] for num, before in pairs]
 
 
 def _close(client: FeederClient, pass_id: int, slots: SlotPool, ring: SlotRing) -> None:

@@ -98,9 +98,9 @@ class LoaderSource:
         self._is_pinned = False
         self._is_spawned = False
 
-    def first_request(self, opening: Opening, seed: int, first: int, num_before: int = 0) -> FetchSpec:
+    def first_request(self, opening: Opening, seed: int, first: int, num_before: list[int] | None = None) -> FetchSpec:
         """Return a pass's request for its first batch, without indices; for the arguments, see ``FetchSpec``."""
-        return FetchSpec(opening.name, self.rank, self.world_size, seed, first, 1, [], num_before)
+        return FetchSpec(opening.name, self.rank, self.world_size, seed, first, 1, [], num_before or [])
 
     def limit(self, loader: DataLoader[Any]) -> float:
         """Return the maximum number of batches that the Trainer reads, or infinity. Call this at the first batch.

@@ -169,7 +169,7 @@ def test_persistent_workers_go_on_as_torchs_after_passes_that_are_left_early(poo
         return DataLoader(Numbers(length), 2, **options)
 
     def passes(loader):
-        for num_batches in (2, 5, 1, 100):
+        for num_batches in (0, 2, 0, 5, 1, 1, 100):
             yield [batch.tolist() for batch in itertools.islice(loader, num_batches)]
 
     torch.manual_seed(1)
