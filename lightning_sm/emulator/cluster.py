@@ -85,7 +85,7 @@ class LocalCluster:
         except OSError as error:
             self.remove()
             self._held.close()
-            raise OutputDirectoryError(f"{error.filename or base_dir}: is not writable ({error.strerror}).") from error
+            raise OutputDirectoryError(f"{error.filename or base_dir}: not writable ({error.strerror}).") from error
 
     def __enter__(self) -> LocalCluster:
         return self
@@ -116,7 +116,7 @@ class LocalCluster:
                 host.folder.rename(aside / host.name)
             self._make_hosts(groups, _topology(groups, self._stated, self.name))
         except OSError as error:
-            raise OutputDirectoryError(f"{error.filename}: is not writable ({error.strerror}).") from error
+            raise OutputDirectoryError(f"{error.filename}: not writable ({error.strerror}).") from error
 
     def draw(self, purpose: str) -> random.Random:
         """Return a random number generator for one purpose in this attempt, reproducible if the job has a seed."""

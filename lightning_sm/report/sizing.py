@@ -220,7 +220,8 @@ def _proposal(planned: Sizing, prices: Prices) -> str:
     if best.num_hosts == first.num_hosts and best.kind is None:
         option, places = ("data_service.workers", "data hosts") if best.num_hosts else ("num_workers", "ranks")
         number = best.num_hosts or measured.num_ranks
-        where = f"Set {option}={best.workers // number}" + (f" for each of {number:,} {places}" if number > 1 else "")
+        each = f" for each of the {number:,} {places}" if number > 1 else ""
+        where = f"Set {option}={best.workers // number}{each}"
     else:
         more = f" instead of {first.num_hosts:,}" if first.num_hosts else ""
         kind = "" if best.kind is None else f" of {best.kind}"

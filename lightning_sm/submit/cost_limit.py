@@ -40,7 +40,7 @@ def confirm_cost(job: Job) -> None:
     why = _why_unknown(job)
     text = f"The job can cost {_words(job)}." if why is None else f"The job's maximum cost is unknown: {why}."
     if sys.stdin is None or not sys.stdin.isatty():
-        raise SubmitError(f"{text}\nNothing was sent: stdin is not a terminal. Add --yes to submit unasked.")
+        raise SubmitError(f"{text}\nNothing was sent: stdin is not a terminal. Add --yes to submit without a prompt.")
     sys.stderr.write(f"{text}\nSubmit it? [y/N] ")
     sys.stderr.flush()
     try:

@@ -380,7 +380,7 @@ class _Turns:
         raise StopIteration
 
     def close(self) -> None:
-        """End all passes and cancel their requests."""
+        """End all passes, cancel their requests, and note how far the next pass finds the workers."""
         for _, worker_pass in self._passes:
             worker_pass.close()
         pairs = zip(self._counts, self._workers.num_before, strict=True)

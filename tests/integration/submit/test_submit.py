@@ -270,7 +270,7 @@ def test_a_script_must_say_yes(submit, service):
     ended = submit({**JOB, "prices": {"ml.g5.xlarge": 1.5, "data": 0.5}})
     assert ended.returncode == 2
     assert "The job can cost $3.50 (" in ended.stderr
-    assert "Nothing was sent: stdin is not a terminal. Add --yes to submit unasked." in ended.stderr
+    assert "Nothing was sent: stdin is not a terminal. Add --yes to submit without a prompt." in ended.stderr
     assert service.requests == []
 
 

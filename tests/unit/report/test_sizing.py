@@ -152,7 +152,7 @@ def test_workers_are_those_of_each_rank(tmp_path):
         write(tmp_path, own, loader, *(steps(10 + t, waiting=0.4) for t in range(10)), who=who)
     planned = plan(of(tmp_path), Prices())
     assert [(line.per_rank, line.workers) for line in planned.lines] == [(2, 4), (4, 8)]
-    assert "Set num_workers=4 for each of 2 ranks" in sentence(planned, Prices())
+    assert "Set num_workers=4 for each of the 2 ranks" in sentence(planned, Prices())
 
 
 def test_hosts_whose_cpus_are_all_in_use_are_told_so(tmp_path):

@@ -22,7 +22,7 @@ from lightning_sm.training.strategies.pipeline.random_state import random_state
 class MatchedDraws(TorchDispatchMode):
     """Records the random numbers that torch draws in the block, from any generator, or replaces them by given ones.
 
-    So a batch and its parts can have the same random numbers, each part those of its rows.
+    With it, a batch and its parts have the same random numbers: each part has those of its rows.
 
     Args:
         given: For a replay, the candidates to replace each draw; the first that has the shape of the draw does. There
@@ -30,54 +30,51 @@ class MatchedDraws(TorchDispatchMode):
 
     Attributes:
         start: The default generators' states before the block; the result of ``random_state``.
-        drawn: The random numbers, one tensor for each draw.
-        fit: Whether every draw that had candidates was replaced.
         has_drawn: Whether the block has drawn any random numbers, also from Python's and NumPy's generators.
     """
 
     def __init__(self, given: Sequence[Sequence[Tensor]] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._given = given or []
-        # The states of the user's generators before each draw of a replay; None if this is no replay.
-        self._generators: list[tuple[torch.Generator, Tensor]] | None = None if given is None else []
-        self.drawn: list[Tensor] = []
-        self._permutations: set[int] = set()
-        self.fit = True
+        self._given = given
+        self._drawn: list[Tensor] = []  # one tensor for each draw
+        self._permutations: set[int] = set()  # numbers of draws
+        self._generators: list[tuple[torch.Generator, Tensor]] = []  # the user's, with their states before each draw
+        self._fits = True  # whether every draw with candidates was replaced
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one of torch's operations. Its tags tell whether it draws random numbers."""
         generator = (kwargs or {}).get("generator")
-        if generator is not None and self._generators is not None:
+        if generator is not None and self._given is not None:
             self._generators.append((generator, generator.get_state()))
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             for tensor in filter(torch.is_tensor, (result,) if isinstance(result, Tensor) else result):
-                number = len(self.drawn)
-                if number < len(self._given):
+                number = len(self._drawn)
+                if self._given is not None and number < len(self._given):
                     fitting = [each for each in self._given[number] if each.shape == tensor.shape]
-                    self.fit &= bool(fitting)
+                    self._fits &= bool(fitting)
                     tensor.copy_((*fitting, tensor)[0])
                 if func.overloadpacket is torch.ops.aten.randperm:
                     self._permutations.add(number)
-                self.drawn.append(tensor.clone())
+                self._drawn.append(tensor.clone())
         return result
 
     def __enter__(self) -> MatchedDraws:
         """Begin the block."""
-        self.start, self._others = random_state(), _other_states()
+        self.start = random_state()
         return super().__enter__()  # type: ignore[no-untyped-call,no-any-return]
 
     def __exit__(self, *error: Any) -> None:
         """End the block."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._end = _other_states()
-        self.has_drawn = bool(self.drawn) or self._end != self._others
-        for generator, state in reversed(self._generators or []):
+        self.has_drawn = bool(self._drawn) or random_state() != self.start
+        for generator, state in reversed(self._generators):
             generator.set_state(state)
 
     def is_like(self, other: MatchedDraws) -> bool:
         """Return whether this block has drawn as often as another block, also from Python's and NumPy's generators."""
-        return self.fit and len(self.drawn) == len(other.drawn) and _other_states() == other._end
+        return self._fits and len(self._drawn) == len(other._drawn) and _other_states() == other._end
 
     def of_rows(self, rows: slice, num_rows: int) -> list[list[Tensor]]:
         """Return candidates for the draws of a part of this block's batch: the same numbers, or those of its rows.
@@ -86,8 +83,8 @@ class MatchedDraws(TorchDispatchMode):
             rows: The rows of the part.
             num_rows: Number of rows in the batch.
         """
-        candidates = [[whole] for whole in self.drawn]
-        for number, whole in enumerate(self.drawn):
+        candidates = [[whole] for whole in self._drawn]
+        for number, whole in enumerate(self._drawn):
             # A permutation's rows are indices into the batch, not into the part.
             if number not in self._permutations and whole.ndim and len(whole) % num_rows == 0:
                 by_row = whole.reshape(num_rows, len(whole) // num_rows, *whole.shape[1:])
@@ -98,7 +95,7 @@ class MatchedDraws(TorchDispatchMode):
     def of_parts(parts: Sequence[MatchedDraws]) -> list[list[Tensor]]:
         """Return candidates for the draws of a batch: the same numbers as for each of its parts, or all of theirs."""
         candidates: list[list[Tensor]] = []
-        for drawn in zip(*(part.drawn for part in parts), strict=False):
+        for drawn in zip(*(part._drawn for part in parts), strict=False):
             candidates.append([drawn[0]] if all(map(drawn[0].equal, drawn)) else [])
             if drawn[0].ndim and len({each.shape[1:] for each in drawn}) == 1:
                 candidates[-1].append(torch.cat(drawn))

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_sm._lightning import LightningModule
-from lightning_sm._random_state import RandomState
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.draws import MatchedDraws
+from lightning_sm.training.strategies.pipeline.random_state import preserve_random_state
 from lightning_sm.training.strategies.pipeline.rows import rows_of
 from lightning_sm.training.strategies.pipeline.stage import as_tuple
 from lightning_sm.training.strategies.pipeline.steps import UserSteps
@@ -81,7 +81,7 @@ class StepLoss:
         Raises:
             StrategyError: ``pipeline_weight`` does not return a finite number of at least 0.
         """
-        self._arguments = arguments
+        self._batch, *self._rest = arguments
         self._rows = rows
         self._size = rows // microbatches
         # Steps 100, 200, ... check pairs 1, 2, ..., so that all pairs have their turn.
@@ -91,7 +91,8 @@ class StepLoss:
         self.error = None
         self._weights = [float(self._size)] * microbatches
         if self._weigh is not None:
-            self._weights = [float(self._weigh(self._part(i)[0])) for i in range(microbatches)]
+            parts = (rows_of(self._batch, rows, self._slice(i)) for i in range(microbatches))
+            self._weights = [float(self._weigh(part)) for part in parts]
             if not all(0 <= weight < math.inf for weight in self._weights):
                 raise StrategyError(
                     f"{type(self._module).__name__}.{_WEIGHT}(batch) returned {self._weights} for the microbatches. "
@@ -152,20 +153,17 @@ class StepLoss:
         if not self._is_comparable or not any(factors):
             return None
         leaves = _leaves(torch.cat(parts) for parts in zip(*self._outputs.values(), strict=True))
-        before = RandomState.now()
         apart: Any = 0.0
         parts = []
-        with torch.enable_grad():
-            for i, half in enumerate(zip(*(leaf.chunk(number) for leaf in leaves), strict=True)):
-                if factors[i]:
-                    part = self._steps.draws(self._part(first + i)[1], self._rows) or MatchedDraws([])
-                    apart = apart + self._loss(_whole(half), first + i, draws=part) * factors[i]
-                    parts.append(part)
-                    before.restore()
-            draws = MatchedDraws(MatchedDraws.of_parts(parts))
+        for i, half in enumerate(zip(*(leaf.chunk(number) for leaf in leaves), strict=True)):
+            if factors[i]:
+                parts.append(self._steps.draws(self._slice(first + i), self._rows) or MatchedDraws([]))
+                with preserve_random_state(), torch.enable_grad():
+                    apart = apart + self._loss(_whole(half), first + i, draws=parts[-1]) * factors[i]
+        draws = MatchedDraws(MatchedDraws.of_parts(parts))
+        with preserve_random_state(), torch.enable_grad():
             together = self._loss(_whole(leaves), first, number, draws)
             is_matched = all(map(draws.is_like, parts))
-            before.restore()
         if refusal := self._refusal(together):
             return refusal
         if not is_matched:
@@ -225,13 +223,13 @@ class StepLoss:
 
     def _loss(self, output: Any, first: int, number: int = 1, draws: MatchedDraws | None = None) -> Tensor:
         """Return the loss of some microbatches from the network's output for them."""
-        batch, rows = self._part(first, number)
-        return self._steps.loss((batch, *self._arguments[1:]), output, draws or self._steps.draws(rows, self._rows))
+        rows = self._slice(first, number)
+        part = rows_of(self._batch, self._rows, rows)
+        return self._steps.loss((part, *self._rest), output, draws or self._steps.draws(rows, self._rows))
 
-    def _part(self, first: int, number: int = 1) -> tuple[Any, slice]:
-        """Return the batch of some microbatches, and their rows."""
-        rows = slice(first * self._size, (first + number) * self._size)
-        return rows_of(self._arguments[0], self._rows, rows), rows
+    def _slice(self, first: int, number: int = 1) -> slice:
+        """Return the rows of some microbatches."""
+        return slice(first * self._size, (first + number) * self._size)
 
     @property
     def _described(self) -> str:

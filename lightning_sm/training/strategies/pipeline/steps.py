@@ -70,6 +70,7 @@ class UserSteps:
         self.where = f"{type(module).__name__}.training_step"
         self._replica = replica
         self._forward = everywhere
+        self._recording = ExitStack()
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.process_group = group
@@ -93,6 +94,7 @@ class UserSteps:
         goes_on = effects is None or self._replica.is_last
 
         def call(*inputs: Any) -> Any:
+            self._recording.close()  # replays draw anew from here on
             output = forward(inputs)
             if not goes_on:
                 raise _LeftError
@@ -114,7 +116,7 @@ class UserSteps:
             yield
 
     def check_inputs(self, inputs: tuple[Any, ...], rows: int) -> None:
-        """Check the inputs that ``training_step`` passes to the network. What it draws later is not replayed.
+        """Check the inputs that ``training_step`` passes to the network.
 
         Args:
             inputs: The inputs.
@@ -123,7 +125,6 @@ class UserSteps:
         Raises:
             StrategyError: The inputs do not have the rows of the batch.
         """
-        self._recording.close()
         if any(not isinstance(value, Tensor) or not value.ndim or len(value) != rows for value in inputs):
             shown = ", ".join(str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in inputs)
             raise StrategyError(

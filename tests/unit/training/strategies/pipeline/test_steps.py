@@ -92,6 +92,22 @@ def run(model: Model, forward: Callable[..., Any], is_last: bool = True, are_eve
     return steps.run("training_step", lambda: model.training_step(BATCH, 0), checked)
 
 
+def run_with_replays(model: Model, output: Tensor, replay: Callable[[UserSteps], Any]) -> Any:
+    """Run a training step, with replays while it calls the network."""
+    steps = steps_of(model)
+
+    def forward(inputs: tuple[Any, ...]) -> Tensor:
+        steps.check_inputs(inputs, 6)
+        replay(steps)
+        return output
+
+    def training_step() -> Any:
+        with steps.replayed():
+            return model.training_step(BATCH, 0)
+
+    return steps.run("training_step", training_step, forward)
+
+
 GENERATOR = torch.Generator().manual_seed(1)
 BATCH = (torch.randn(6, 2, 2), torch.tensor([0, 1, 2, 0, 1, 2]))
 
@@ -205,23 +221,15 @@ def test_microbatches_have_the_random_numbers_of_their_rows(draw: Any):
         later.append(torch.rand(()))
         return (output.sum(1) * drawn).sum()
 
-    model = Model(step)
-    steps = steps_of(model)
     output = torch.ones(6, 3)
     losses: list[Tensor] = []
 
-    def forward(inputs: tuple[Any, ...]) -> Tensor:
-        steps.check_inputs(inputs, 6)
+    def replay(steps: UserSteps) -> None:
         for rows in (slice(0, 2), slice(2, 6)):
             part = tuple(value[rows] for value in BATCH)
             losses.append(steps.loss((part, 0), output[rows], steps.draws(rows, 6)))
-        return output
 
-    def training_step() -> Any:
-        with steps.replayed():
-            return model.training_step(BATCH, 0)
-
-    whole = steps.run("training_step", training_step, forward)
+    whole = run_with_replays(Model(step), output, replay)
     torch.testing.assert_close(sum(losses), whole)
     assert len(set(map(float, later))) == 3
 
@@ -243,20 +251,13 @@ def test_replays_leave_the_users_generators_alone(make: Any, draw: Any):
 
     model = Model(step)
     model.generator, twin = make(), make()
-    steps = steps_of(model)
     output = torch.ones(6, 3)
     losses: list[Tensor] = []
 
-    def forward(inputs: tuple[Any, ...]) -> Tensor:
-        steps.check_inputs(inputs, 6)
+    def replay(steps: UserSteps) -> None:
         losses.extend(steps.loss((BATCH, 0), output, steps.draws(slice(0, 6), 6)) for _ in range(2))
-        return output
 
-    def training_step() -> Any:
-        with steps.replayed():
-            return model.training_step(BATCH, 0)
-
-    whole = steps.run("training_step", training_step, forward)
+    whole = run_with_replays(model, output, replay)
     assert losses == [whole] * 2
     draw(twin)
     assert draw(model.generator) == draw(twin)
@@ -279,19 +280,11 @@ def test_random_numbers_that_cannot_be_divided_are_refused(draw: Any):
         draw(batch[0])
         return model.network(batch[0].flatten(1)).sum()
 
-    model = Model(step)
-    steps = steps_of(model)
-
-    def forward(inputs: tuple[Any, ...]) -> Any:
-        steps.check_inputs(inputs, 6)
-        return steps.loss((tuple(value[:2] for value in BATCH), 0), torch.ones(2, 3), steps.draws(slice(0, 2), 6))
-
-    def training_step() -> Any:
-        with steps.replayed():
-            return model.training_step(BATCH, 0)
+    def replay(steps: UserSteps) -> None:
+        steps.loss((tuple(value[:2] for value in BATCH), 0), torch.ones(2, 3), steps.draws(slice(0, 2), 6))
 
     with pytest.raises(StrategyError, match=r"draws random numbers before.*on_after_batch_transfer"):
-        steps.run("training_step", training_step, forward)
+        run_with_replays(Model(step), torch.ones(6, 3), replay)
 
 
 @pytest.mark.parametrize(
