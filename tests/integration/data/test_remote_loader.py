@@ -274,7 +274,7 @@ def test_the_batch_before_a_bad_sample_arrives(pool, tmp_path, dataset, error, t
     """A bad sample's error, which names the sample, is raised after the batches before it, even if these are late."""
     (tries := tmp_path / "tries").touch()
     rows = dataset(tries) if dataset is Failing else dataset()
-    with remote(pool.serve(lambda: DataLoader(rows, 3))) as module:
+    with remote(pool.serve(lambda: DataLoader(rows, 3)), window_batches=4) as module:  # one batch per request
         batches = iter(module.train_dataloader())
         assert [next(batches)["index"].tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
         with pytest.raises(error, match=text):
