@@ -42,7 +42,7 @@ from lightning_sm.data.protocol.calls import HeartbeatRequest
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
-from lightning_sm.data.trainer.feeder_client import FeederClient
+from lightning_sm.data.trainer.feeder_client import FeederClient, HeldOpening
 from lightning_sm.errors import DataHostUnreachableError
 
 # Starting processes share few cores, so the timeout grows with the number of processes and of links.
@@ -192,6 +192,7 @@ class Feeders:
         self._servers = servers
         self._timeout_s = timeout_s
         self._clients: list[FeederClient] = []
+        self._held: list[HeldOpening] = []
         started = time.monotonic()
         self._deadline = started + timeout_s
         try:
@@ -239,7 +240,7 @@ class Feeders:
 
     def _open(self, client: FeederClient) -> None:
         try:
-            client.open_source(_OPENING, _SOURCE, client)
+            self._held += client.open_source(_SOURCE, _OPENING)
             client.wait_for_source(_OPENING, "open the source", max(0.0, self._deadline - time.monotonic()))
         except DataHostUnreachableError as error:
             raise TimeoutError(

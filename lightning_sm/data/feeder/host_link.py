@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import random
 import threading
 import time
@@ -235,19 +234,16 @@ class HostLink:
             if snapshot is None:
                 self.detail = "the dataset it needs has been closed"
                 return
-            self._send_snapshot(digest, *snapshot)
+            self._send_snapshot(digest, snapshot)
         self._nudge.set()
 
-    def _send_snapshot(self, digest: str, fd: int, num_bytes: int) -> None:
+    def _send_snapshot(self, digest: str, snapshot: mmap.mmap) -> None:
+        num_bytes = len(snapshot)
         self.detail = f"receiving a dataset ({num_bytes / 1e6:.0f} MB)"
         began = time.monotonic()
-        try:
-            with mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory:
-                pieces = (memory[start : start + CHUNK_BYTES] for start in range(0, num_bytes, CHUNK_BYTES))
-                head = LoadRequest(digest, num_bytes).encode()
-                self._channel.stream_unary("Load", chain([head], pieces), _SNAPSHOT_TIMEOUT_S)
-        finally:
-            os.close(fd)
+        pieces = (snapshot[start : start + CHUNK_BYTES] for start in range(0, num_bytes, CHUNK_BYTES))
+        head = LoadRequest(digest, num_bytes).encode()
+        self._channel.stream_unary("Load", chain([head], pieces), _SNAPSHOT_TIMEOUT_S)
         seconds = time.monotonic() - began
         if num_bytes >= _LARGE_SNAPSHOT_BYTES:
             logger.info(

@@ -6,6 +6,7 @@ It runs in a separate interpreter, so that receiving batches and training never 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import selectors
 import sys
@@ -55,9 +56,8 @@ class Feeder:
         # Size in bytes of the largest batch of each source, so that later passes start with the right window.
         self._largest: dict[str, int] = {}
         self._closed_early: set[int] = set()
-        self._snapshots: dict[str, tuple[int, int]] = {}  # (descriptor, size) by digest
         self._links: dict[str, HostLink] = {}
-        self._openings = SourceOpenings(self._links, self._notify, self._drop_snapshot)
+        self._openings = SourceOpenings(self._links, self._notify)
         # Sent with heartbeats. The links' threads read this object without the lock: it is replaced, never modified.
         self.figures: RankFigures | None = None
         self._transfers: dict[str, float] = dict.fromkeys(settings.addresses, 0.0)
@@ -95,9 +95,6 @@ class Feeder:
     def _handle(self, messages: list[Message]) -> None:
         for message in messages:
             match message:
-                case kinds.ShareSnapshot():
-                    with self._lock:
-                        self._snapshots[message.digest] = message.fds[0], message.num_bytes
                 case kinds.ShareRing():
                     ring = Ring(message.fds[0], message.num_slots, message.slot_bytes)
                     self._rings[message.number] = (ring, list(range(ring.num_slots)))
@@ -107,9 +104,12 @@ class Feeder:
                     self.figures = message.figures
                 case kinds.Finish():
                     self._finish()
-                case kinds.OpenSource(opening):
+                case kinds.OpenSource(openings):
+                    snapshot = mmap.mmap(message.fds[0], message.num_bytes, prot=mmap.PROT_READ)
+                    os.close(message.fds[0])
                     with self._lock:
-                        self._openings.open(opening)
+                        for opening in openings:
+                            self._openings.open(opening, snapshot)
                 case kinds.CloseSource(name):
                     with self._lock:
                         self._openings.close(name)
@@ -219,11 +219,10 @@ class Feeder:
             self._cancel(self._scheduler.host_lost(link.address, is_silent=link.state is Liveness.SUSPECT))
         self._send_requests()
 
-    def snapshot(self, digest: str) -> tuple[int, int] | None:
-        """Return a duplicate of a snapshot's descriptor, and the snapshot's size, or None if it has been dropped."""
+    def snapshot(self, digest: str) -> mmap.mmap | None:
+        """Return the memory of a source, or None if the source is no longer wanted."""
         with self._lock:
-            entry = self._snapshots.get(digest)
-            return None if entry is None else (os.dup(entry[0]), entry[1])
+            return self._openings.snapshot(digest)
 
     def link_opened_source(self, link: HostLink, name: str, outcome: Failure | CallResult | None) -> None:
         """Start requesting a source's batches from the host, or record that the host could not open the source."""
@@ -233,10 +232,6 @@ class Feeder:
         except DataServiceError as error:
             self.fail(error)
         self._send_requests()
-
-    def _drop_snapshot(self, digest: str) -> None:
-        if digest in self._snapshots:
-            os.close(self._snapshots.pop(digest)[0])
 
     def link_frame(self, link: HostLink, request_id: int, kind: int, value: int, payload: memoryview) -> None:
         """Handle a frame of an answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -26,38 +27,39 @@ class SourceOpenings:
     Args:
         links: Links to the data hosts, by address. The feeder adds them when it starts.
         notify: Sends a message to the training process.
-        drop_snapshot: Releases the memory of a source that no opening needs, given its digest.
     """
 
-    def __init__(
-        self, links: Mapping[str, HostLink], notify: Callable[[Message], None], drop_snapshot: Callable[[str], None]
-    ) -> None:
+    def __init__(self, links: Mapping[str, HostLink], notify: Callable[[Message], None]) -> None:
         self._links = links
         self._notify = notify
-        self._drop_snapshot = drop_snapshot
         self._wanted: dict[str, Opening] = {}
+        self._snapshots: dict[str, mmap.mmap] = {}  # by opening
         self._stream_hosts: dict[str, str] = {}  # by opening
         self._down_since: dict[str, float] = {}
         self._failed: dict[str, set[str]] = {}  # by opening: the hosts that cannot open it
         # By hook call: the first host that ran the call, and the fields that all other hosts must match.
         self._results: dict[str, tuple[str, dict[str, str]]] = {}
 
-    def open(self, opening: Opening) -> None:
-        """Open a source on its data hosts."""
+    def open(self, opening: Opening, snapshot: mmap.mmap) -> None:
+        """Open a source, given its memory, on its data hosts."""
         self._wanted[opening.name] = opening
+        self._snapshots[opening.name] = snapshot
         for link in self._links_for(opening):
             link.want_source(opening)
 
     def close(self, name: str) -> None:
         """Close a source on all data hosts."""
-        opening = self._wanted.pop(name, None)
+        self._wanted.pop(name, None)
+        self._snapshots.pop(name, None)
         self._stream_hosts.pop(name, None)
         self._failed.pop(name, None)
         self._results.pop(name, None)
         for link in self._links.values():
             link.release_source(name)
-        if opening is not None and all(other.source != opening.source for other in self._wanted.values()):
-            self._drop_snapshot(opening.source)
+
+    def snapshot(self, digest: str) -> mmap.mmap | None:
+        """Return the memory of a source, or None if no opening of it is wanted."""
+        return next((self._snapshots[name] for name, one in self._wanted.items() if one.source == digest), None)
 
     def tick(self, now: float) -> None:
         """Move stream workers off hosts that have been down for too long.

@@ -32,14 +32,6 @@ class Configure(Message, frozen=True):
     is_quiet: bool = False
 
 
-class ShareSnapshot(Message, frozen=True):
-    """A source for the data hosts, with the descriptor of its memory in ``fds``."""
-
-    digest: str
-    num_bytes: int
-    fds: tuple[int, ...]
-
-
 class ShareRing(Message, frozen=True):
     """Memory for a loader's batches: ring ``number``, with its descriptor in ``fds``."""
 
@@ -50,9 +42,14 @@ class ShareRing(Message, frozen=True):
 
 
 class OpenSource(Message, frozen=True):
-    """A source for data hosts to open, sent after its ``ShareSnapshot`` and answered by ``SourceOpened``."""
+    """A source for data hosts to open, with the descriptor of its memory in ``fds``.
 
-    opening: Opening
+    The answer is a ``SourceOpened`` for each of the openings.
+    """
+
+    openings: list[Opening]
+    num_bytes: int
+    fds: tuple[int, ...]
 
 
 class CloseSource(Message, frozen=True):

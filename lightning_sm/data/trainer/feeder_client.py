@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from itertools import count
 from time import monotonic  # bound here, because tests of scripts may replace time.monotonic
@@ -34,6 +34,20 @@ _SLOT_POLL_S = 0.002
 _OfPass: TypeAlias = kinds.DeliveredRange | kinds.EndOfPass | kinds.Failed
 
 
+class HeldOpening:
+    """An opening that data hosts keep until this object is garbage-collected.
+
+    Args:
+        opening: The opening.
+        closing: Gets the opening then. The finalizer only notes what to close, because it may interrupt the thread that
+            holds the client's lock.
+    """
+
+    def __init__(self, opening: Opening, closing: deque[Opening]) -> None:
+        self.opening = opening
+        weakref.finalize(self, closing.append, opening).atexit = False
+
+
 class FeederClient:
     """A feeder process and the connection to it.
 
@@ -57,36 +71,30 @@ class FeederClient:
         self._error: kinds.Failed | None = None
         self._snapshots: list[kinds.FeederSnapshot] = []
         self._closing: deque[Opening] = deque()  # filled by finalizers
-        self._num_uses: Counter[Opening] = Counter()
-        self._shared: set[str] = set()  # digests of the snapshots that the feeder has
+        self._held: weakref.WeakValueDictionary[Opening, HeldOpening] = weakref.WeakValueDictionary()
         self._opened_sources: dict[str, kinds.SourceOpened] = {}
         self._ring_numbers, self._pass_ids = count(1), count(1)
         self._socket.send(settings)
 
-    def open_source(self, opening: Opening, pickled: PickledObject, owner: object) -> Callable[[], object]:
-        """Have the data hosts open a source, and return a function that closes it.
+    def open_source(self, pickled: PickledObject, *openings: Opening) -> list[HeldOpening]:
+        """Have the data hosts open a source, and return the openings, which they close once nothing refers to them.
 
         Args:
-            opening: The opening of the source.
             pickled: The source.
-            owner: The object that needs the source, which is closed after the object has been garbage-collected.
+            *openings: The openings of the source.
         """
         with self._lock:
             self._close_sources()
-            self._num_uses[opening] += 1
-            if pickled.digest not in self._shared:
+            held = [self._held.get(opening) or HeldOpening(opening, self._closing) for opening in openings]
+            new = {one.opening: one for one in held if one.opening not in self._held}
+            if new:
                 fd = pickled.write()
                 try:
-                    self._send(kinds.ShareSnapshot(pickled.digest, pickled.num_bytes, (fd,)))
+                    self._send(kinds.OpenSource(list(new), pickled.num_bytes, (fd,)))
                 finally:
                     os.close(fd)
-                self._shared.add(pickled.digest)
-            if self._num_uses[opening] == 1:
-                self._send(kinds.OpenSource(opening))
-        # The finalizer only notes what to close, because it may interrupt the thread that holds the lock.
-        close = weakref.finalize(owner, self._closing.append, opening)
-        close.atexit = False
-        return close
+            self._held.update(new)
+        return held
 
     def wait_for_source(self, opening: Opening, what: str, timeout_s: float) -> bytes:
         """Wait until a data host has opened a source, and return the result if the source is a hook call.
@@ -113,14 +121,9 @@ class FeederClient:
     def _close_sources(self) -> None:
         while self._closing:
             opening = self._closing.popleft()
-            self._num_uses[opening] -= 1
-            if self._num_uses[opening]:
-                continue
-            del self._num_uses[opening]
-            self._opened_sources.pop(opening.name, None)
-            self._send(kinds.CloseSource(opening.name))
-            if all(other.source != opening.source for other in self._num_uses):
-                self._shared.discard(opening.source)  # the feeder drops its copy, too
+            if opening not in self._held:  # else, it has been opened again
+                self._opened_sources.pop(opening.name, None)
+                self._send(kinds.CloseSource(opening.name))
 
     def start_iterator(self, make: Callable[[int], kinds.StartIterator]) -> int:
         """Start an iterator, and return its number.

@@ -30,7 +30,7 @@ from lightning_sm.data.host.stand_ins import REMEDIES, ResultUnpickler
 from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.trainer.connection import ServiceConnection
-from lightning_sm.data.trainer.feeder_client import FeederClient
+from lightning_sm.data.trainer.feeder_client import FeederClient, HeldOpening
 from lightning_sm.data.trainer.remote_loader import LoaderSource, remote_loader
 from lightning_sm.data.trainer.same_name import named_as
 
@@ -155,18 +155,16 @@ class _OpenCall:
     Attributes:
         hook: Name of the hook.
         key: Distinguishes the hook's calls within one run of the Trainer.
-        opening: The opening of the call.
+        held: The opening of the call.
         pickled: The call.
-        close: Closes the opening.
         loaders: The pickled result of a loader hook; emptied when another run of the Trainer starts.
         changes: Whether the call has changed state that later calls see.
     """
 
     hook: str
     key: object
-    opening: Opening
+    held: HeldOpening
     pickled: PickledObject
-    close: Callable[[], object]
     loaders: bytes = b""
     changes: bool = True
 
@@ -224,7 +222,7 @@ class _HostHooks:
         if isinstance(outcome, Exception):
             raise outcome
         self._run, opening, snapshot, before, data = outcome
-        if not self._calls or self._calls[-1].opening != opening:  # on ranks other than 0
+        if not self._calls or self._calls[-1].held.opening != opening:  # on ranks other than 0
             self._open(hook, key, opening, PickledObject.of_snapshot(snapshot))
         returned = self._take(self._calls[-1], before, data)
         if not is_alone:  # otherwise the other hosts need the whole DataModule with the next call
@@ -280,13 +278,13 @@ class _HostHooks:
         try:
             result = self.connection.feeder.wait_for_source(opening, f"run {call}", timeout_s)
         except Exception:
-            self._calls.pop().close()
+            self._calls.pop()
             raise
         return self._run, opening, pickled.joined(), before, result
 
     def _open(self, hook: str, key: object, opening: Opening, pickled: PickledObject) -> None:
-        close = self.connection.feeder.open_source(opening, pickled, self)
-        self._calls.append(_OpenCall(hook, key, opening, pickled, close))
+        (held,) = self.connection.feeder.open_source(pickled, opening)
+        self._calls.append(_OpenCall(hook, key, held, pickled))
 
     def _close_older(self, hook: str) -> None:
         """Close older calls of a loader hook, unless they have changed state that later calls see."""
@@ -294,7 +292,6 @@ class _HostHooks:
         for call in of_hook[:-_NUM_KEPT]:
             if not call.changes:
                 self._calls.remove(call)
-                call.close()
 
     def _open_again(self) -> None:
         """Reopen all calls on a new connection, if the end of a run or an exception has closed the old one."""
@@ -302,7 +299,7 @@ class _HostHooks:
             return
         self._feeder = self.connection.feeder
         for call in self._calls:
-            call.close = self._feeder.open_source(call.opening, call.pickled, self)
+            (call.held,) = self._feeder.open_source(call.pickled, call.held.opening)
 
     def _take(self, call: _OpenCall, before: RandomState, data: bytes) -> Any:
         """Apply a call's changes to the DataModule, and return its result."""
@@ -330,7 +327,7 @@ class _HostHooks:
     def _unpickled(self, call: _OpenCall, data: bytes) -> HookResult:
         datamodule, trainer = self._datamodule, self._datamodule.trainer
         others = {DATAMODULE: datamodule, TRAINER: trainer}
-        result: HookResult = ResultUnpickler(data, call.opening.name, others).load()
+        result: HookResult = ResultUnpickler(data, call.held.opening.name, others).load()
         if trainer is not None:
             _set_ranks(result.returned, trainer)
         return result

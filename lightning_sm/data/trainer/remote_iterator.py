@@ -88,7 +88,8 @@ class RemoteIterator(_BaseDataLoaderIter):
             if self._dataset_kind == _DatasetKind.Iterable:
                 self._workers = _StreamWorkers(source, pickled, int(self._base_seed), loader)
             else:
-                self._opening = source.open(pickled, loader, self)
+                (self._held,) = source.open(pickled, source.opening(pickled, pickled.digest))
+                loader._kept_workers = self._held
             self._start(loader, begins_at)
         except DataServiceError as error:
             self._batches, self._error = None, error
@@ -118,7 +119,7 @@ class RemoteIterator(_BaseDataLoaderIter):
             ahead = self._num_workers * (loader.prefetch_factor or 0)
             self._batches = _Batches(
                 self._source,
-                self._opening,
+                self._held.opening,
                 seed,
                 self._num_yielded,
                 weakref.proxy(self),  # a reference cycle would keep the workers until garbage collection
@@ -310,7 +311,7 @@ class _StreamWorkers:
         self.ahead = loader.persistent_workers * (loader.prefetch_factor or 0)
         self.num_before: list[list[int]] = [[] for _ in range(num_workers)]
         rank, world_size, number = source.rank, source.world_size, next(_NUMBERS)
-        self._openings = [
+        openings = [
             source.opening(
                 pickled,
                 f"{pickled.digest}/{rank}/{number}/{worker}",
@@ -318,10 +319,7 @@ class _StreamWorkers:
             )
             for worker in range(num_workers)
         ]
-        for opening in self._openings:
-            source.connection.feeder.open_source(opening, pickled, self)
-        for opening in self._openings:
-            source.wait(opening)
+        self._held = source.open(pickled, *openings)
 
     def begin(self, worker: int, number: int, first: int) -> _FeederPass:
         """Start a pass over a worker's batches.
@@ -331,7 +329,7 @@ class _StreamWorkers:
             number: Number of the pass, from 0.
             first: Number of the first batch.
         """
-        opening = self._openings[worker]
+        opening = self._held[worker].opening
         fetch = self._source.first_request(opening, number, first, self.num_before[worker])
         return _FeederPass(self._source, opening, fetch, self.num_workers, self.ahead)
 

@@ -22,7 +22,7 @@ from lightning_sm.data.host.source import WorkerSource
 from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.openings import Opening, StreamWorker
 from lightning_sm.data.trainer.connection import ServiceConnection
-from lightning_sm.data.trainer.feeder_client import FeederClient
+from lightning_sm.data.trainer.feeder_client import FeederClient, HeldOpening
 from lightning_sm.data.trainer.remote_iterator import IteratorPosition, RemoteIterator
 from lightning_sm.data.trainer.same_name import named_as
 from lightning_sm.data.trainer.slots import SlotPool
@@ -51,10 +51,12 @@ class RemoteDataLoader(DataLoader[Any]):
     # Set on the class that ``remote_loader`` makes; pickling reads ``users_class``.
     _remote: LoaderSource
     users_class: type[DataLoader[Any]]
+    _kept_workers: Any = None  # the last iterator's, for the next one
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the user's loader without the source, which belongs to this process."""
-        return object.__new__, (self.users_class,), {**vars(self), "_iterator": None}
+        own = {name: value for name, value in vars(self).items() if name != "_kept_workers"}
+        return object.__new__, (self.users_class,), {**own, "_iterator": None}
 
     def _get_iterator(self) -> Any:
         source = self._remote
@@ -94,7 +96,6 @@ class LoaderSource:
         self.has_fixed_order = False
         self._feeder: FeederClient | None = None
         self._slots: SlotPool | None = None
-        self._close: Callable[[], object] = lambda: None
         self._is_pinned = False
         self._is_spawned = False
 
@@ -183,33 +184,21 @@ class LoaderSource:
         """Return an opening for the result of ``pickled``."""
         return Opening(name, pickled.digest, stream, is_spawned=self._is_spawned)
 
-    def open(self, pickled: PickledObject, loader: DataLoader[Any], iterator: object) -> Opening:
-        """Have the data hosts start the workers of an indexed dataset, and wait for them.
+    def open(self, pickled: PickledObject, *openings: Opening) -> list[HeldOpening]:
+        """Have the data hosts start workers, and wait for them; they run as long as the result exists.
 
         Args:
             pickled: The result of ``pickled``.
-            loader: The loader. The workers run as long as it exists, or until the next call.
-            iterator: The iterator that needs the workers. They run as long as it exists.
+            *openings: Results of ``opening``.
 
         Raises:
             DataServiceError: No data host can start workers, or none did in time.
         """
-        feeder, opening = self.connection.feeder, self.opening(pickled, pickled.digest)
-        feeder.open_source(opening, pickled, iterator)
-        close, self._close = self._close, feeder.open_source(opening, pickled, loader)
-        close()
-        self.wait(opening)
-        return opening
-
-    def wait(self, opening: Opening) -> None:
-        """Wait until a data host has started workers.
-
-        Raises:
-            DataServiceError: No data host can start workers, or none did in time.
-        """
-        self.connection.feeder.wait_for_source(
-            opening, f"open the dataset of {self.name}", self.connection.settings.startup_timeout_s
-        )
+        feeder, timeout_s = self.connection.feeder, self.connection.settings.startup_timeout_s
+        held = feeder.open_source(pickled, *openings)
+        for opening in openings:
+            feeder.wait_for_source(opening, f"open the dataset of {self.name}", timeout_s)
+        return held
 
     @property
     def slots(self) -> SlotPool:

@@ -24,7 +24,7 @@ def test_the_first_rank_of_a_host_reports_a_lost_connection(capfd, is_quiet):
             heartbeat = HeartbeatRequest("rank 1", 2)
             client = FeederClient(Configure([address], credentials(), heartbeat, is_quiet=is_quiet))
             pickled = pickle_object([], by_name=True, named={}, advice="")
-            client.open_source(Opening(pickled.digest, pickled.digest), pickled, client)
+            _held = client.open_source(pickled, Opening(pickled.digest, pickled.digest))
             until(lambda: client.snapshot().hosts[0].state == "up", "the host is connected", TIMEOUT_S)
         until(lambda: client.snapshot().hosts[0].num_lost == 1, "the lost connection is counted", TIMEOUT_S)
     finally:
