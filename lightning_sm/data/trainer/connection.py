@@ -53,6 +53,7 @@ class ServiceConnection:
     Attributes:
         closes_on_teardown: Whether the connection closes at the end of a Trainer's run.
         reporter: Reports the measurements of the rank and the data hosts.
+        slots: Memory for the batches of all loaders, while the connection is open.
     """
 
     _of_jobs: ClassVar[dict[Any, ServiceConnection]] = {}
@@ -78,7 +79,6 @@ class ServiceConnection:
         self._host_channels: tuple[str, ...] | None = None
         self._feeder: FeederClient | None = None
         self._num_ranks = 1
-        self._pools: weakref.WeakSet[SlotPool] = weakref.WeakSet()
 
     @classmethod
     def of_job(cls, job: SageMakerJob, topology: Topology, settings: DataServiceSettings) -> ServiceConnection:
@@ -170,6 +170,7 @@ class ServiceConnection:
         read_tls(credentials)  # report an unreadable file here instead of in the feeder process
         self._feeder = FeederClient(Configure(self.addresses, credentials, client, is_quiet=is_quiet))
         weakref.finalize(self, self._feeder.close)
+        self.slots = SlotPool(self._feeder, self.settings.max_batch_bytes)
 
     def host_channels(self, *, is_quiet: bool) -> tuple[str, ...]:
         """Return the names of the data hosts' input channels, as soon as one of the hosts has run the script.
@@ -236,10 +237,6 @@ class ServiceConnection:
             )
         return bool(missing)
 
-    def add_slots(self, pool: SlotPool) -> None:
-        """Register a pool whose memory is unlocked when the connection closes."""
-        self._pools.add(pool)
-
     def end_run(self) -> None:
         """Disconnect at the end of a Trainer's run, however it ends, unless the data hosts belong to a job."""
         if self.closes_on_teardown:
@@ -247,12 +244,10 @@ class ServiceConnection:
 
     def close(self) -> None:
         """Disconnect this rank and stop its feeder process."""
-        for pool in self._pools:
-            pool.close()
-        self._pools.clear()
         if self._feeder is not None:
             self._feeder.close()
             self._feeder = None
+            del self.slots
 
     def default_window(self) -> int:
         """Return the default window for the number of workers on all data hosts, an estimate until all are known."""

@@ -152,8 +152,8 @@ class _FeederPass:
         # A stream must first read all earlier batches.
         self._first_timeout_s = self._timeout_s * (1 + fetch.first + sum(fetch.num_before) if is_stream else 1)
         window = ahead or max(2, -(-source.window_batches // num_parts))
-        slots = source.slots
-        self._ring: SlotRing = slots.take()
+        slots = connection.slots
+        self._ring: SlotRing = slots.take(source.name, window, is_pinned=source.is_pinned)
         self.pass_id = self._client.start_iterator(
             partial(
                 StartIterator,

@@ -22,10 +22,9 @@ from lightning_sm.data.host.source import WorkerSource
 from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.openings import Opening, StreamWorker
 from lightning_sm.data.trainer.connection import ServiceConnection
-from lightning_sm.data.trainer.feeder_client import FeederClient, HeldOpening
+from lightning_sm.data.trainer.feeder_client import HeldOpening
 from lightning_sm.data.trainer.remote_iterator import IteratorPosition, RemoteIterator
 from lightning_sm.data.trainer.same_name import named_as
-from lightning_sm.data.trainer.slots import SlotPool
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +80,7 @@ class LoaderSource:
         begins_at: Where the next iterator starts; None for the first batch.
         has_fixed_order: Whether the sampler, after the first batch of a pass, has drawn no random numbers from the
             process's generators; False until known.
+        is_pinned: Whether GPUs copy from the memory of the batches asynchronously; set by ``pickled``.
     """
 
     def __init__(
@@ -94,9 +94,7 @@ class LoaderSource:
         self.iterator: Callable[[], RemoteIterator | None] = lambda: None
         self.begins_at: IteratorPosition | None = None
         self.has_fixed_order = False
-        self._feeder: FeederClient | None = None
-        self._slots: SlotPool | None = None
-        self._is_pinned = False
+        self.is_pinned = False
         self._is_spawned = False
 
     def first_request(self, opening: Opening, seed: int, first: int, num_before: list[int] | None = None) -> FetchSpec:
@@ -156,9 +154,7 @@ class LoaderSource:
         connection = self.connection
         is_quiet = self.trainer is not None and self.trainer.local_rank != 0
         connection.open(self.rank, self.world_size, is_quiet=is_quiet)
-        if self._feeder is not connection.feeder:  # the connection was reopened after an exception
-            self._feeder, self._slots = connection.feeder, None
-        self._is_pinned = loader.pin_memory and self.trainer is not None and not _copies_batches(self.trainer)
+        self.is_pinned = loader.pin_memory and self.trainer is not None and not _copies_batches(self.trainer)
         source = WorkerSource.of(loader, self.name, self.trainer)
         self._is_spawned = source.is_spawned
         began = monotonic()
@@ -199,21 +195,6 @@ class LoaderSource:
         for opening in openings:
             feeder.wait_for_source(opening, f"open the dataset of {self.name}", timeout_s)
         return held
-
-    @property
-    def slots(self) -> SlotPool:
-        """The memory for batches."""
-        if self._slots is None:
-            settings = self.connection.settings
-            self._slots = SlotPool(
-                self.connection.feeder,
-                self.name,
-                self.window_batches,
-                settings.max_batch_bytes,
-                is_pinned=self._is_pinned,
-            )
-            self.connection.add_slots(self._slots)
-        return self._slots
 
     @property
     def window_batches(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -31,42 +32,39 @@ class _SlotArray(np.ndarray):
 
 
 class SlotPool:
-    """The rings of one loader, one for each pass that is open at the same time; later passes reuse them.
+    """The rings of a connection, one for each pass that is open at the same time; later passes reuse them.
 
     Args:
         client: The feeder, which fills the slots.
-        name: Name of the loader, for messages.
-        window_batches: Maximum number of requests in flight or buffered per pass.
         max_batch_bytes: Capacity of a slot.
-        is_pinned: Whether GPUs copy from the slots asynchronously.
     """
 
-    def __init__(
-        self, client: FeederClient, name: str, window_batches: int, max_batch_bytes: int, *, is_pinned: bool
-    ) -> None:
+    def __init__(self, client: FeederClient, max_batch_bytes: int) -> None:
+        self._client = client
+        self._max_batch_bytes = max_batch_bytes
+        # By ``kind``. Finalizers append to the lists, so use only atomic operations: append, pop.
+        self._unused: defaultdict[tuple[int, bool], list[SlotRing]] = defaultdict(list)
+
+    def take(self, name: str, window_batches: int, *, is_pinned: bool) -> SlotRing:
+        """Return a ring that no other open pass uses.
+
+        Args:
+            name: Name of the loader, for messages.
+            window_batches: Maximum number of requests in flight or buffered.
+            is_pinned: Whether GPUs copy from the slots asynchronously.
+        """
         is_pinned = is_pinned and torch.cuda.is_available()
         num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS + (MAX_COPYING if is_pinned else 0)
-        self._make = partial(SlotRing, client, name, num_slots, max_batch_bytes, is_pinned=is_pinned)
-        self._rings: list[SlotRing] = []
-        self._unused: list[SlotRing] = []  # finalizers append to it, so use only atomic operations: append, pop
-
-    def take(self) -> SlotRing:
-        """Return a ring that no other open pass uses."""
         try:
-            return self._unused.pop()
+            ring = self._unused[num_slots, is_pinned].pop()
         except IndexError:
-            ring = self._make()
-            self._rings.append(ring)
-            return ring
+            ring = SlotRing(self._client, num_slots, self._max_batch_bytes, is_pinned=is_pinned)
+        ring.name = name
+        return ring
 
     def give_back(self, ring: SlotRing) -> None:
         """Reclaim the ring of a finished pass; may be called from a finalizer, in any thread."""
-        self._unused.append(ring)
-
-    def close(self) -> None:
-        """Unlock the memory of all rings; batches in them stay valid."""
-        for ring in self._rings:
-            ring.close()
+        self._unused[ring.kind].append(ring)
 
 
 class SlotRing:
@@ -74,22 +72,24 @@ class SlotRing:
 
     Args:
         client: The feeder, which fills the slots.
-        name: Name of the loader, for messages.
         num_slots: Number of slots.
         max_batch_bytes: Capacity of a slot.
         is_pinned: Whether GPUs copy from the slots asynchronously.
+
+    Attributes:
+        kind: Number of slots, and whether they are pinned.
+        name: Name of the loader that uses the ring.
     """
 
-    def __init__(
-        self, client: FeederClient, name: str, num_slots: int, max_batch_bytes: int, *, is_pinned: bool
-    ) -> None:
-        self._name = name
+    def __init__(self, client: FeederClient, num_slots: int, max_batch_bytes: int, *, is_pinned: bool) -> None:
+        self.kind = (num_slots, is_pinned)
+        self.name = ""
         self._ring = Ring.create(num_slots, max_batch_bytes)
         self.number = client.add_ring(self._ring)
         self._ring.close()
         self._release: Callable[[int], None] = partial(client.release, self.number)
         self._pinned = PinnedSlots(self._release) if is_pinned else None
-        if self._pinned is not None:  # unlock the memory when the loader is gone
+        if self._pinned is not None:  # unlock the memory; batches in it stay valid
             weakref.finalize(self, self._pinned.close).atexit = False
         self._held: set[int] = set()  # slots that batches alias; finalizers rely on atomic set operations
         self._has_warned = False
@@ -115,7 +115,7 @@ class SlotRing:
                     "%s: the training loop holds the batches of %d requests, the maximum that can stay in shared "
                     "memory. Further batches are copied while it holds that many. Keep only the parts of a batch that "
                     "you need.",
-                    self._name,
+                    self.name,
                     len(self._held),
                 )
             array = array.copy()
@@ -129,11 +129,6 @@ class SlotRing:
         release = self._release if self._pinned is None else self._pinned.drop
         weakref.finalize(owner, _release_slot, self._held, release, slot).atexit = False
         return owner
-
-    def close(self) -> None:
-        """Unlock the memory."""
-        if self._pinned is not None:
-            self._pinned.close()
 
 
 def _release_slot(held: set[int], release: Callable[[int], None], slot: int) -> None:
