@@ -110,7 +110,7 @@ class IteratorBuffer:
         range_length: Batches per future request.
         largest: Size of the largest batch so far, in bytes. If an answer has several batches, their mean size counts.
         in_flight: Requested ranges by request id.
-        ready: Complete ranges by their first step.
+        ready: Complete ranges that the consumer has not taken, by their first step.
         errors: Errors by their batch, in whose place they are delivered.
         next_step: The next batch to deliver.
         stop_step: The batch after the last one, or a huge number while unknown.
@@ -128,7 +128,6 @@ class IteratorBuffer:
         self.stop_step = _NO_END
         self._indices: dict[int, bytes] = {}  # by batch, until delivered
         self._num_supplied = 0
-        self._taken = 0
         self._has_ended = False
         self._ring = ring
         self._produce_s = 0.0  # moving average per batch
@@ -275,14 +274,15 @@ class IteratorBuffer:
         """
         if not self.request.is_stream:
             raise WireError("only streams have an end")
-        self.stop_step = min(self.stop_step, max(0, end - self.request.fetch.first))
+        # Another host's stream may be shorter, but what was delivered stays.
+        self.stop_step = min(self.stop_step, max(self.next_step, end - self.request.fetch.first))
         self.drop(request_id)
 
     # Delivery
 
     def deliveries(self) -> Iterator[DeliveredRange | EndOfPass | Failed]:
-        """Remove the ranges and the error that are due, in order, and yield messages that deliver them."""
-        while (answer := self.ready.pop(self.next_step, None)) is not None:
+        """Yield messages that deliver the ranges and the error that are due, in order."""
+        while self.next_step < self.stop_step and (answer := self.ready.get(self.next_step)) is not None:
             for step in range(self.next_step, answer.step_range.stop):
                 self._indices.pop(step, None)
             self.next_step = answer.step_range.stop
@@ -300,11 +300,10 @@ class IteratorBuffer:
             queue_s=header.queue_s / num_steps,
             produce_s=header.produce_s / num_steps,
             transfer_s=answer.transfer_s / num_steps,
-            num_ready=sum(other.step_range.num_steps for other in self.ready.values()),
+            num_ready=sum(other.step_range.num_steps for first, other in self.ready.items() if first >= self.next_step),
         )
         return DeliveredRange(
             pass_id=self.pass_id,
-            ring=self.request.ring,
             slot=answer.slot,
             first_step=answer.step_range.first,
             num_steps=num_steps,
@@ -314,7 +313,6 @@ class IteratorBuffer:
             wanted_until=answer.step_range.stop + self.window + self.range_length,
         )
 
-    def take(self, step: int) -> int:
-        """Record that the consumer has taken all batches below ``step``, and return the first step of the window."""
-        self._taken = max(self._taken, step)
-        return min(self._taken, self.stop_step)
+    def take(self, step: int) -> None:
+        """Forget the batches below ``step``: the consumer has taken them, and will release their slots."""
+        self.ready = {first: answer for first, answer in self.ready.items() if first >= step}

@@ -161,7 +161,8 @@ class Feeder:
                 elif kind == Released.PASS:
                     self._close(number)
                 elif number in self._buffers:
-                    self._scheduler.advance(number, self._buffers[number].take(value))
+                    self._buffers[number].take(value)
+                    self._scheduler.advance(number, value)
 
     def _close(self, pass_id: int) -> None:
         if pass_id not in self._buffers:  # the release overtook the message that starts the pass
@@ -311,7 +312,6 @@ class Feeder:
         buffer.skip(request.request_id, end)
         self._move_stop(buffer)
         self._deliver(buffer)
-        self._scheduler.advance(buffer.pass_id, buffer.take(0))
         self._send_requests()
 
     def _move_stop(self, buffer: IteratorBuffer) -> None:

@@ -136,7 +136,6 @@ class DeliveredRange(Message, frozen=True):
 
     Attributes:
         pass_id: Number of the pass.
-        ring: Number of the ring.
         slot: Slot of the ring.
         first_step: Step of the first batch.
         num_steps: Number of batches.
@@ -147,7 +146,6 @@ class DeliveredRange(Message, frozen=True):
     """
 
     pass_id: int
-    ring: int
     slot: int
     first_step: int
     num_steps: int

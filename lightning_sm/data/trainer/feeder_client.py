@@ -156,10 +156,8 @@ class FeederClient:
 
     def close_pass(self, pass_id: int) -> None:
         """End a pass; may be called from a finalizer."""
-        inbox = self._inboxes.pop(pass_id, deque())
+        self._inboxes.pop(pass_id, None)
         self._release(Released.PASS, pass_id, 0)
-        while inbox:
-            self._discard(inbox.popleft())
 
     def next(self, pass_id: int, timeout_s: float, poll: Callable[[], bool]) -> _OfPass:
         """Wait for the next batches of a pass, or for its end, and return the feeder's message.
@@ -313,19 +311,9 @@ class FeederClient:
             case kinds.Failed(pass_id=None) as error:
                 self._error = error
             case (kinds.DeliveredRange() | kinds.EndOfPass() | kinds.Failed()) as of_pass:
-                inbox = self._inboxes.get(of_pass.pass_id or 0)
-                if inbox is None:  # the pass has been closed
-                    self._discard(of_pass)
-                    return True
-                inbox.append(of_pass)
-                # A finalizer may have closed the pass after the lookup.
-                if of_pass.pass_id not in self._inboxes and inbox:
-                    self._discard(inbox.popleft())
+                # If the pass has been closed, the feeder frees the slots of what was not taken.
+                self._inboxes.get(of_pass.pass_id or 0, deque()).append(of_pass)
         return True
-
-    def _discard(self, message: _OfPass) -> None:
-        if isinstance(message, kinds.DeliveredRange):
-            self.release(message.ring, message.slot)
 
     def _raise_error(self, pass_id: int | None) -> None:
         """Raise the error that ended all passes, or the error that is next in the inbox of this pass, if any."""
