@@ -101,18 +101,7 @@ def describe_exit(status: int) -> str:
 def fork(target: Callable[[], None]) -> int:
     """Run a function in a forked child, and return its process id. If the function raises, the exit code is 1."""
     _flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        target()
-        code = 0
-    except BaseException:  # noqa: BLE001  # a fork must never return into its parent's code
-        traceback.print_exc()
-    finally:
-        _flush()
-        os._exit(code)
+    return os.fork() or _run_and_exit(target)
 
 
 def exit_when_a_thread_fails() -> None:
@@ -133,15 +122,19 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
     gRPC calls whose peer has disconnected may still have threads, and freeing everything that torch allocated takes a
     second.
     """
-    code = 1
     keep_freed_memory()
+    _run_and_exit(main, atexit._run_exitfuncs)
+
+
+def _run_and_exit(main: Callable[[], None], clean_up: Callable[[], None] = lambda: None) -> NoReturn:
+    code = 1
     try:
         main()
         code = 0
     except BaseException:  # noqa: BLE001  # it is printed, and the exit code is 1
         traceback.print_exc()
     finally:
-        atexit._run_exitfuncs()
+        clean_up()
         _flush()
         os._exit(code)
 
