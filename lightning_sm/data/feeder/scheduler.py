@@ -230,6 +230,7 @@ class _ScheduledPass:
     max_ranges: int  # limit on ranges in flight or ready, each of which takes a slot
     pace: _Latencies
     cursor: int  # the first step that was never put into todo
+    can_take: Callable[[str], bool]  # whether a host has what the pass needs
     range_length: int = 1
     todo: list[StepRange] = field(default_factory=list)  # sorted
     in_flight: dict[StepRange, list[StepRequest]] = field(default_factory=dict)  # one or two requests per range
@@ -237,7 +238,6 @@ class _ScheduledPass:
     failures: dict[int, list[_StepFailure]] = field(default_factory=dict)
     may_hedge: bool = True  # whether a late request may go to a second host
     known: int = sys.maxsize  # steps from here on cannot be requested yet
-    can_take: Callable[[str], bool] | None = None  # whether a host has what the pass needs; if None, all hosts do
 
     @property
     def limit(self) -> int:
@@ -246,7 +246,7 @@ class _ScheduledPass:
 
     def takers(self, hosts: list[_ScheduledHost]) -> list[_ScheduledHost]:
         """Return the hosts that have what the pass needs."""
-        return hosts if self.can_take is None else [host for host in hosts if self.can_take(host.host)]
+        return [host for host in hosts if self.can_take(host.host)]
 
     @property
     def waiting_for(self) -> int:
@@ -337,16 +337,12 @@ class Scheduler:
     def host_up(self, name: str, num_credits: int) -> None:
         """Start using a host, with up to ``num_credits`` (at least 1) requests at a time; add it if it is new."""
         host = self._hosts.setdefault(name, _ScheduledHost(name))
-        before = host.state
-        self._set_state(host, Liveness.UP)
-        host.num_credits = num_credits
         # The host may have restarted, so its measured latency is void. A host that was only silent keeps its latency.
-        if before is Liveness.DOWN:
+        if host.state is Liveness.DOWN:
             host.slowness = 1.0
             host.measured_at = -math.inf
-        if before is not Liveness.UP:
-            host.num_pauses = 0
-            host.paused_until = -math.inf
+        self._set_state(host, Liveness.UP)
+        host.num_credits = num_credits
 
     def host_lost(self, name: str, *, is_silent: bool) -> tuple[StepRequest, ...]:
         """Stop using a silent or unreachable host until ``host_up``; return its requests, which go to other hosts."""
@@ -373,7 +369,7 @@ class Scheduler:
         may_hedge: bool = True,
         loader: Hashable = None,
         known: int = sys.maxsize,
-        can_take: Callable[[str], bool] | None = None,
+        can_take: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """Start requesting the steps of a pass.
 
@@ -680,7 +676,7 @@ class Scheduler:
 
         The host must have what the pass needs, and the step must not have failed there, unless it failed on all hosts.
         """
-        if current.can_take is not None and not current.can_take(host.host):
+        if not current.can_take(host.host):
             return False
         return not current.failed_on(step, host.host) or current.failed_on_all(step, current.takers(self._up))
 
