@@ -80,7 +80,6 @@ class HostLink:
         self._openings: dict[str, Opening] = {}
         self._told: list[Opening] = []  # what the host was last asked to keep open
         self._open_sources: set[str] = set()
-        self._num_losses = 0
         self._num_silent = 0
         self._diagnosis = ""  # why the first connection fails
         self._diagnosed_at = 0.0
@@ -203,7 +202,7 @@ class HostLink:
         """Open the wanted sources that are not open, and tell the host which ones are no longer wanted."""
         with self._lock:
             wanted = list(self._openings.values())
-            num_losses = self._num_losses
+            num_lost = self.num_lost
             calls_to_know = [one.name for one in wanted if one.is_call and one.name not in self._open_sources]
             if wanted == self._told and self._open_sources.issuperset(self._openings):
                 return
@@ -213,7 +212,7 @@ class HostLink:
         if reply.missing:
             self._send_snapshots(reply.missing)
         with self._lock:
-            if self._num_losses != num_losses:
+            if self.num_lost != num_lost:
                 return
             self._told = wanted
             opened = {name for name in reply.open if name not in calls_to_know or name in reply.results}
@@ -272,9 +271,8 @@ class HostLink:
                 # The host may have restarted, with nothing open.
                 self._open_sources.clear()
                 self._told = []
-                self._num_losses += 1
+                self.num_lost += was_up
             if was_up:
-                self.num_lost += 1
                 logger.warning("Lost connection to data host %s: %s. Reconnecting.", self.name, detail)
             self._owner.link_lost(self)
 

@@ -138,7 +138,6 @@ class Feeder:
                 can_take=lambda host: self._links[host].has_source(request.fetch.opening),
             )
             self._deliver(buffer)
-        self._send_requests()
 
     def _supply(self, message: kinds.SupplyIndices) -> None:
         with self._lock:
@@ -150,7 +149,6 @@ class Feeder:
             if message.is_end:
                 self._scheduler.set_stop(buffer.pass_id, buffer.stop_step)
                 self._deliver(buffer)
-        self._send_requests()
 
     def _take_releases(self) -> None:
         data = os.read(self._releases, RELEASE.size << 10)
@@ -171,7 +169,6 @@ class Feeder:
         self._cancel(self._scheduler.close_pass(pass_id))
         buffer = self._buffers.pop(pass_id)
         buffer.free.extend(run.slot for run in buffer.ready.values())
-        self._send_requests()
 
     def _finish(self) -> None:
         if not self._is_running:
