@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightning_sm._table import draw_table
-from lightning_sm.data.feeder.scheduler import Scheduler, StepRequest
+from lightning_sm.data.feeder.scheduler import PassLimits, Scheduler, StepRequest
 from lightning_sm.data.settings import default_window
 
 BATCH_S = 0.1
@@ -133,7 +133,8 @@ class Simulation:
         for rank, scheduler in enumerate(self.schedulers):
             for host in range(hosts):
                 scheduler.host_up(f"{host:03}", -(-workers // ranks) + 1)
-            scheduler.open_pass(1, 0, NO_END, window or default_window(workers * hosts, ranks))
+            steps = window or default_window(workers * hosts, ranks)
+            scheduler.open_pass(1, PassLimits(NO_END, steps, max_ranges=steps))
             self._at(self._attempts.uniform(0.0, 0.002), self._request, rank)
 
     def run(self) -> list[str]:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from lightning_sm.data.feeder.scheduler import Scheduler
+from lightning_sm.data.feeder.scheduler import PassLimits, Scheduler
 
 # The stop of a pass whose end is unknown.
 NO_END = 1 << 62
+
+
+def limits(stop, window, **others):
+    """Return the limits of a pass with as many slots as steps in its window."""
+    return PassLimits(stop, window, max_ranges=window, **others)
+
+
+def set_window(scheduler, pass_id, window, range_length=1):
+    """Change the window of a pass, and the length of its future requests."""
+    current = scheduler._passes[pass_id].limits
+    current.window, current.range_length = window, range_length
+
+
+def set_stop(scheduler, pass_id, stop):
+    """End a pass before a step, and return the requests to cancel."""
+    scheduler._passes[pass_id].limits.stop_step = stop
+    return scheduler.cut(pass_id)
 
 
 def make(*hosts, num_credits=1, window=4, stop=100, **options):
@@ -13,7 +30,7 @@ def make(*hosts, num_credits=1, window=4, stop=100, **options):
     scheduler = Scheduler(**{"tie_break": lambda: 0.0, **options})
     for host in hosts:
         scheduler.host_up(host, num_credits)
-    scheduler.open_pass(1, 0, stop, window)
+    scheduler.open_pass(1, limits(stop, window))
     return scheduler
 
 
@@ -37,7 +54,7 @@ def make_with_ranges(*hosts, range_length=4, num_ranges=2):
     scheduler = make(*hosts, num_credits=9, window=4, stop=4 + range_length * num_ranges)
     for request in scheduler.next_requests(0.0):
         scheduler.completed(request.request_id, 1.0)
-    scheduler.set_window(1, 4 * range_length, range_length)
+    set_window(scheduler, 1, 4 * range_length, range_length)
     scheduler.advance(1, 4)
     return scheduler, scheduler.next_requests(1.0)
 
@@ -55,5 +72,6 @@ def host_status(scheduler, name):
 def step_counts(scheduler, pass_id=1):
     """Return how many steps of a pass are TODO in its window, in flight, and ready."""
     current = scheduler._passes[pass_id]
+    current.refill()
     todo = [step_range for step_range in current.todo if step_range.first < current.limit]
     return tuple(sum(each.num_steps for each in ranges) for ranges in (todo, current.in_flight, current.ready.values()))

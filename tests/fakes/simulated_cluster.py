@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lightning_sm.data.feeder.scheduler import HEDGE_BUDGET, HEDGE_BURST, Liveness, Scheduler
-from tests.fakes.schedulers import NO_END, step_counts
+from tests.fakes.schedulers import NO_END, limits, set_stop, step_counts
 
 
 @dataclass
@@ -39,7 +39,6 @@ class Consumer:
     """The training loop's side of a pass: it takes the steps in order, and each keeps it busy for ``step_s``."""
 
     pass_id: int
-    first: int
     stop: int
     window: int
     step_s: float = 0.0
@@ -67,10 +66,10 @@ class Cluster:
         """Schedule an action."""
         heapq.heappush(self.events, (time, next(self.order), action, arguments))
 
-    def open(self, pass_id, stop, window, *, first=0, step_s=0.0, knows_stop=True):
+    def open(self, pass_id, stop, window, *, step_s=0.0, knows_stop=True):
         """Open a pass and its consumer."""
-        self.consumers[pass_id] = Consumer(pass_id, first, stop, window, step_s)
-        self.scheduler.open_pass(pass_id, first, stop if knows_stop else NO_END, window)
+        self.consumers[pass_id] = Consumer(pass_id, stop, window, step_s)
+        self.scheduler.open_pass(pass_id, limits(stop if knows_stop else NO_END, window))
         return self.consumers[pass_id]
 
     def close(self, pass_id):
@@ -82,12 +81,12 @@ class Cluster:
         """Tell the scheduler where a pass ends."""
         consumer = self.consumers[pass_id]
         consumer.ready = {step for step in consumer.ready if step < consumer.stop}
-        self._cancel(self.scheduler.set_stop(pass_id, consumer.stop))
+        self._cancel(set_stop(self.scheduler, pass_id, consumer.stop))
 
     def run(self, until=1e9):
         """Advance the time until every consumer has all its steps."""
         self._pump()
-        while self.events and any(len(c.taken) < c.stop - c.first for c in self.consumers.values()):
+        while self.events and any(len(c.taken) < c.stop for c in self.consumers.values()):
             self.now, _, action, arguments = heapq.heappop(self.events)
             assert self.now < until, "no progress"
             action(*arguments)
@@ -156,7 +155,7 @@ class Cluster:
             self._check(wakeup)
 
     def _take(self, consumer):
-        step = consumer.first + len(consumer.taken)
+        step = len(consumer.taken)
         if consumer.is_busy or step >= consumer.stop or step not in consumer.ready:
             return False
         consumer.ready.remove(step)

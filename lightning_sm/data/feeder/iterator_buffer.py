@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from lightning_sm.data.feeder.scheduler import StepRange
+from lightning_sm.data.feeder.scheduler import PassLimits, StepRange
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, Failed, StartIterator
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.figures import BatchFigures
@@ -107,40 +107,34 @@ class IteratorBuffer:
     Attributes:
         request: Description of the iterator.
         free: Unused slots of the ring.
-        range_length: Batches per future request.
+        limits: How far the iterator may go, for the scheduler.
         largest: Size of the largest batch so far, in bytes. If an answer has several batches, their mean size counts.
         in_flight: Requested ranges by request id.
         ready: Complete ranges that the consumer has not taken, by their first step.
         errors: Errors by their batch, in whose place they are delivered.
         next_step: The next batch to deliver.
-        stop_step: The batch after the last one, or a huge number while unknown.
     """
 
     def __init__(self, request: StartIterator, ring: Ring, free: list[int], *, largest: int = 0) -> None:
         self.request = request
         self.free = free
-        self.range_length = 1
         self.largest = largest
+        known = _NO_END if request.is_stream else 0
+        self.limits = PassLimits(_NO_END, min(2, request.window_batches), request.window_batches, known)
         self.in_flight: dict[int, InFlightRange] = {}
         self.ready: dict[int, InFlightRange] = {}
         self.errors: dict[int, Exception] = {}
         self.next_step = 0
-        self.stop_step = _NO_END
         self._indices: dict[int, bytes] = {}  # by batch, until delivered
-        self._num_supplied = 0
         self._has_ended = False
         self._ring = ring
         self._produce_s = 0.0  # moving average per batch
+        self._update_window()
 
     @property
     def pass_id(self) -> int:
         """Number of the iterator."""
         return self.request.pass_id
-
-    @property
-    def known(self) -> int:
-        """The first batch that cannot be requested yet."""
-        return _NO_END if self.request.is_stream else self._num_supplied
 
     def supply(self, indices: list[bytes], *, is_end: bool) -> None:
         """Add the indices of the next batches.
@@ -150,10 +144,10 @@ class IteratorBuffer:
             is_end: Whether these are the last ones.
         """
         for index in indices:
-            self._indices[self._num_supplied] = index
-            self._num_supplied += 1
+            self._indices[self.limits.known] = index
+            self.limits.known += 1
         if is_end:
-            self.stop_step = self._num_supplied
+            self.limits.stop_step = self.limits.known
 
     def keys(self, step: int) -> list[Any]:
         """Return the indices of a batch, for messages."""
@@ -164,18 +158,16 @@ class IteratorBuffer:
 
     # Requests
 
-    @property
-    def window(self) -> int:
-        """Number of steps that may be in flight or buffered.
+    def _update_window(self) -> None:
+        """Set the number of steps that may be in flight or buffered.
 
-        The window depends on the largest batch so far, but is at least 2, so that steps overlap, unless the limit is
+        It depends on the largest batch so far, but is at least 2, so that steps overlap, unless the limit is
         lower. Until a size is known, it is at most 2, because more steps could exceed ``window_bytes``.
         """
-        limits = self.request
-        if not self.largest:
-            return min(2, limits.window_batches)
-        num_steps = limits.window_batches * (1 if limits.is_window_fixed else self.range_length)
-        return max(min(2, limits.window_batches), min(num_steps, limits.window_bytes // self.largest))
+        request = self.request
+        num_steps = request.window_batches * (1 if request.is_window_fixed else self.limits.range_length)
+        fitting = request.window_bytes // self.largest if self.largest else 0
+        self.limits.window = max(min(2, request.window_batches), min(num_steps, fitting))
 
     def reserve(self, request_id: int, step_range: StepRange) -> bytes | None:
         """Reserve a slot for a range, and return the encoded request, or None if no slot is free."""
@@ -224,6 +216,7 @@ class IteratorBuffer:
         # Update this before the bytes arrive, so that the window adapts sooner. Batches without bytes count as 1 byte,
         # because 0 means unknown.
         self.largest = max(self.largest, 1, -(-header.num_bytes // num_batches))
+        self._update_window()
 
     def end_piece(self, answer: InFlightRange, *, is_complete: bool = True) -> None:
         """Count the bytes of a complete piece, and free the slot if the answer was dropped in the meantime."""
@@ -246,21 +239,22 @@ class IteratorBuffer:
         self._choose_range_length(header)
         if len(header.batches) < answer.step_range.num_steps:  # the stream ends with these batches
             answer.step_range = StepRange(first, len(header.batches))
-            self.stop_step = min(self.stop_step, answer.step_range.stop)
+            self.limits.stop_step = min(self.limits.stop_step, answer.step_range.stop)
         return answer
 
     def _choose_range_length(self, header: StepRangeHeader) -> None:
         """Set the number of batches per request: the most that the limits allow, up to twice the last number."""
-        limits, num_batches = self.request, len(header.batches)
+        request, num_batches = self.request, len(header.batches)
         produce_s = header.produce_s / num_batches
         self._produce_s += (produce_s - self._produce_s) * (1 / 8 if self._produce_s else 1)
         num_bytes = header.num_bytes / num_batches
-        range_bytes = min(_RANGE_BYTES, limits.window_bytes / _MIN_RANGES, _SLOT_PART * self._ring.slot_bytes)
+        range_bytes = min(_RANGE_BYTES, request.window_bytes / _MIN_RANGES, _SLOT_PART * self._ring.slot_bytes)
         most = min(MAX_RANGE_LENGTH, range_bytes / max(1.0, num_bytes), _RANGE_S / max(1e-9, self._produce_s))
-        length = max(1, min(2 * self.range_length, int(most)))
-        if limits.is_window_fixed:
-            length = max(1, min(length, self.window // _MIN_RANGES))
-        self.range_length = length
+        length = max(1, min(2 * self.limits.range_length, int(most)))
+        if request.is_window_fixed:
+            length = max(1, min(length, self.limits.window // _MIN_RANGES))
+        self.limits.range_length = length
+        self._update_window()
 
     def skip(self, request_id: int, end: int) -> None:
         """Record that a stream has ended before the requested batches.
@@ -275,21 +269,22 @@ class IteratorBuffer:
         if not self.request.is_stream:
             raise WireError("only streams have an end")
         # Another host's stream may be shorter, but what was delivered stays.
-        self.stop_step = min(self.stop_step, max(self.next_step, end - self.request.fetch.first))
+        stop_step = max(self.next_step, end - self.request.fetch.first)
+        self.limits.stop_step = min(self.limits.stop_step, stop_step)
         self.drop(request_id)
 
     # Delivery
 
     def deliveries(self) -> Iterator[DeliveredRange | EndOfPass | Failed]:
         """Yield messages that deliver the ranges and the error that are due, in order."""
-        while self.next_step < self.stop_step and (answer := self.ready.get(self.next_step)) is not None:
+        while self.next_step < self.limits.stop_step and (answer := self.ready.get(self.next_step)) is not None:
             for step in range(self.next_step, answer.step_range.stop):
                 self._indices.pop(step, None)
             self.next_step = answer.step_range.stop
             yield self._delivery(answer)
         if (error := self.errors.pop(self.next_step, None)) is not None:
             yield Failed(self.pass_id, type(error).__name__, str(error))
-        if self.next_step >= self.stop_step and not self._has_ended:
+        if self.next_step >= self.limits.stop_step and not self._has_ended:
             self._has_ended = True
             yield EndOfPass(self.pass_id)
 
@@ -310,7 +305,7 @@ class IteratorBuffer:
             num_bytes=header.num_bytes,
             figures=figures,
             batches=header.batches,
-            wanted_until=answer.step_range.stop + self.window + self.range_length,
+            wanted_until=answer.step_range.stop + self.limits.window + self.limits.range_length,
         )
 
     def take(self, step: int) -> None:

@@ -128,12 +128,8 @@ class Feeder:
             self._buffers[request.pass_id] = buffer
             self._scheduler.open_pass(
                 request.pass_id,
-                buffer.next_step,
-                buffer.stop_step,
-                buffer.window,
-                max_ranges=request.window_batches,
+                buffer.limits,
                 loader=request.loader,
-                known=buffer.known,
                 may_hedge=not request.is_stream,  # a second host would read the stream from its beginning
                 can_take=lambda host: self._links[host].has_source(request.fetch.opening),
             )
@@ -145,10 +141,7 @@ class Feeder:
             if buffer is None:  # the iterator has been closed
                 return
             buffer.supply(message.indices, is_end=message.is_end)
-            self._scheduler.set_known(buffer.pass_id, buffer.known)
-            if message.is_end:
-                self._scheduler.set_stop(buffer.pass_id, buffer.stop_step)
-                self._deliver(buffer)
+            self._deliver(buffer)
 
     def _take_releases(self) -> None:
         data = os.read(self._releases, RELEASE.size << 10)
@@ -288,7 +281,6 @@ class Feeder:
         if buffer.largest != before:
             source = buffer.request.source
             self._largest[source] = max(self._largest.get(source, 0), buffer.largest)
-            self._scheduler.set_window(buffer.pass_id, buffer.window, buffer.range_length)
             self._send_requests()
 
     def _complete(self, buffer: IteratorBuffer, request: StepRequest) -> None:
@@ -298,8 +290,7 @@ class Feeder:
         self._transfers[request.host] += answer.transfer_s
         self._cancel(superfluous or ())
         if answer.step_range != request.step_range:  # the stream has ended
-            self._move_stop(buffer)
-        self._scheduler.set_window(buffer.pass_id, buffer.window, buffer.range_length)
+            self._cancel(self._scheduler.cut(buffer.pass_id))
         self._deliver(buffer)
         self._send_requests()
 
@@ -307,13 +298,9 @@ class Feeder:
         """Record that a stream ended before the requested batches, and end the pass there."""
         self._cancel(self._scheduler.completed(request.request_id, time.monotonic()) or ())
         buffer.skip(request.request_id, end)
-        self._move_stop(buffer)
+        self._cancel(self._scheduler.cut(buffer.pass_id))
         self._deliver(buffer)
         self._send_requests()
-
-    def _move_stop(self, buffer: IteratorBuffer) -> None:
-        """Move the end of the pass, now that the end of the stream is known."""
-        self._cancel(self._scheduler.set_stop(buffer.pass_id, buffer.stop_step))
 
     def _request_failed(self, buffer: IteratorBuffer, request: StepRequest, failure: Failure) -> None:
         link = self._links[request.host]

@@ -115,6 +115,25 @@ class StepRange(NamedTuple):
         return self.first + self.num_steps
 
 
+@dataclass(slots=True)
+class PassLimits:
+    """How far a pass may go. The caller may change the limits, which hold from the next requests on.
+
+    Attributes:
+        stop_step: The step after the last one; after lowering it, call ``Scheduler.cut``.
+        window: Limit on steps in flight or ready (at least 1), from the oldest step not taken.
+        max_ranges: Limit on ranges in flight or ready, each of which takes a slot, whatever the window.
+        known: The first step that cannot be requested yet.
+        range_length: Number of steps per future request.
+    """
+
+    stop_step: int
+    window: int
+    max_ranges: int
+    known: int = sys.maxsize
+    range_length: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class StepRequest:
     """A step range requested from one host."""
@@ -224,25 +243,21 @@ class _ScheduledPass:
     """One pass, as the scheduler sees it."""
 
     pass_id: int
-    position: int  # the consumer has taken every step below this one
-    stop_step: int
-    window: int
-    max_ranges: int  # limit on ranges in flight or ready, each of which takes a slot
+    limits: PassLimits
     pace: _Latencies
-    cursor: int  # the first step that was never put into todo
+    may_hedge: bool  # whether a late request may go to a second host
     can_take: Callable[[str], bool]  # whether a host has what the pass needs
-    range_length: int = 1
+    position: int = 0  # the consumer has taken every step below this one
+    cursor: int = 0  # the first step that was never put into todo
     todo: list[StepRange] = field(default_factory=list)  # sorted
     in_flight: dict[StepRange, list[StepRequest]] = field(default_factory=dict)  # one or two requests per range
     ready: dict[int, StepRange] = field(default_factory=dict)  # by first step
     failures: dict[int, list[_StepFailure]] = field(default_factory=dict)
-    may_hedge: bool = True  # whether a late request may go to a second host
-    known: int = sys.maxsize  # steps from here on cannot be requested yet
 
     @property
     def limit(self) -> int:
         """The step after the window."""
-        return min(self.position + self.window, self.stop_step, self.known)
+        return min(self.position + self.limits.window, self.limits.stop_step, self.limits.known)
 
     def takers(self, hosts: list[_ScheduledHost]) -> list[_ScheduledHost]:
         """Return the hosts that have what the pass needs."""
@@ -259,7 +274,7 @@ class _ScheduledPass:
     @property
     def fullness(self) -> float:
         """Fraction of the window before the first TODO step."""
-        return (self.todo[0].first - self.position) / self.window
+        return (self.todo[0].first - self.position) / self.limits.window
 
     def has_todo(self) -> bool:
         """Return whether a range can be requested."""
@@ -272,7 +287,7 @@ class _ScheduledPass:
         """
         limit = self.limit
         while self.cursor < limit:
-            length = min(self.range_length, self.stop_step - self.cursor)
+            length = min(self.limits.range_length, self.limits.stop_step - self.cursor)
             if self.cursor + length > limit and self.cursor > self.position:
                 return
             step_range = StepRange(self.cursor, min(length, limit - self.cursor))
@@ -286,7 +301,7 @@ class _ScheduledPass:
         stall. If the window has shrunk, TODO also has ranges beyond it.
         """
         limit = self.limit
-        num_slots = self.max_ranges - len(self.in_flight) - len(self.ready)
+        num_slots = self.limits.max_ranges - len(self.in_flight) - len(self.ready)
         for index in range(bisect_left(self.todo, (step, 0)), min(len(self.todo), num_slots)):
             if self.todo[index].first >= limit:
                 return
@@ -361,62 +376,28 @@ class Scheduler:
     def open_pass(
         self,
         pass_id: int,
-        first_step: int,
-        stop_step: int,
-        window: int,
+        limits: PassLimits,
         *,
-        max_ranges: int | None = None,
         may_hedge: bool = True,
         loader: Hashable = None,
-        known: int = sys.maxsize,
         can_take: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """Start requesting the steps of a pass.
+        """Start requesting the steps of a pass, from step 0.
 
         Args:
             pass_id: Number of the pass.
-            first_step: First step of the pass.
-            stop_step: The step after the last one; see ``set_stop``.
-            window: Limit on steps in flight or ready (at least 1), from the oldest step not taken; see ``set_window``.
-            max_ranges: Limit on ranges in flight or ready, whatever the window. Defaults to ``window``.
+            limits: How far the pass may go.
             may_hedge: Whether late requests may go to a second host.
             loader: The loader. All passes over it share their latencies.
-            known: The first step that cannot be requested yet; see ``set_known``.
             can_take: Returns whether a host has what the pass needs. By default, all hosts do.
         """
         pace = self._paces.setdefault(loader, _Latencies())
-        self._passes[pass_id] = _ScheduledPass(
-            pass_id,
-            first_step,
-            stop_step,
-            window,
-            max_ranges=window if max_ranges is None else max_ranges,
-            pace=pace,
-            cursor=first_step,
-            may_hedge=may_hedge,
-            known=known,
-            can_take=can_take,
-        )
-        self._passes[pass_id].refill()
+        self._passes[pass_id] = _ScheduledPass(pass_id, limits, pace, may_hedge, can_take)
 
-    def set_window(self, pass_id: int, window: int, range_length: int = 1) -> None:
-        """Change the window of a pass, and the length of its future requests, both in steps."""
+    def cut(self, pass_id: int) -> tuple[StepRequest, ...]:
+        """Forget what a pass has beyond its lowered ``stop_step``, and return the requests to cancel."""
         current = self._passes[pass_id]
-        current.window = max(window, 1)
-        current.range_length = range_length
-        current.refill()
-
-    def set_known(self, pass_id: int, known: int) -> None:
-        """Set the first step of a pass that cannot be requested yet."""
-        current = self._passes[pass_id]
-        current.known = known
-        current.refill()
-
-    def set_stop(self, pass_id: int, stop_step: int) -> tuple[StepRequest, ...]:
-        """End a pass before ``stop_step``, and return the requests to cancel, from that step on."""
-        current = self._passes[pass_id]
-        current.stop_step = stop_step
-        current.refill()
+        stop_step = current.limits.stop_step
         current.ready = {first: step_range for first, step_range in current.ready.items() if first < stop_step}
         beyond = [r for r in self._requests.values() if r.pass_id == pass_id and r.first_step >= stop_step]
         return self._end_requests(beyond)
@@ -439,7 +420,6 @@ class Scheduler:
             if step_range is None:
                 raise ValueError(f"Pass {pass_id} cannot advance to step {step}: step {current.position} is not ready.")
             current.position = step_range.stop
-        current.refill()
 
     # Request events
 
@@ -528,6 +508,8 @@ class Scheduler:
         First, hedge late requests that a consumer will wait for. Then give TODO ranges to hosts with credits, the least
         busy host first.
         """
+        for current in self._passes.values():
+            current.refill()
         requests = self._hedge(now)
         free = [host for host in self._hosts.values() if host.has_credit(now)]
         while free:

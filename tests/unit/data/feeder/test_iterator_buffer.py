@@ -77,7 +77,7 @@ def test_a_request_has_what_the_sampler_has_yielded(ring):
 def test_a_stream_has_no_indices(ring):
     """A stream has no indices: each of its batches may be requested at once, and messages name none."""
     buffer, _ = make(ring, STREAM)
-    assert buffer.known > 1 << 60
+    assert buffer.limits.known > 1 << 60
     assert FetchSpec.decode(buffer.reserve(1, StepRange(0, 2))).indices == []
     assert buffer.keys(0) == []
 
@@ -151,7 +151,7 @@ def test_a_stream_ends_with_an_answer_that_has_fewer_batches(ring, comes_first):
     if comes_first:
         buffer.skip(1, end=11)
     answer(buffer, 0, header_of(1, 10))
-    assert buffer.stop_step == 1
+    assert buffer.limits.stop_step == 1
     if not comes_first:
         buffer.skip(1, end=11)
     first, end = buffer.deliveries()
@@ -167,7 +167,7 @@ def test_a_stream_keeps_what_was_delivered(ring):
     answer(buffer, 0, header_of(2, 10))
     assert len(list(buffer.deliveries())) == 1
     buffer.skip(1, end=11)
-    assert buffer.stop_step == 2
+    assert buffer.limits.stop_step == 2
     assert list(buffer.deliveries()) == [EndOfPass(7)]
 
 
@@ -195,12 +195,12 @@ def test_a_batch_that_does_not_fit_is_an_error():
 def test_the_window_follows_from_the_largest_batch(ring):
     """The window is two batches until a size is known, then as many as the byte limit allows."""
     buffer, _ = make(ring, replace(REQUEST, window_bytes=10 << 12), num_batches=3)
-    assert buffer.window == 2
+    assert buffer.limits.window == 2
     buffer.reserve(1, StepRange(0, 1))
     buffer.take_header(1, header_of(1, 1 << 12))
-    assert buffer.window == 10
-    assert make(ring, largest=1 << 19)[0].window == 2
-    assert make(ring, largest=1)[0].window == 16
+    assert buffer.limits.window == 10
+    assert make(ring, largest=1 << 19)[0].limits.window == 2
+    assert make(ring, largest=1)[0].limits.window == 16
 
 
 @pytest.mark.parametrize(
@@ -222,5 +222,5 @@ def test_a_request_is_for_as_many_batches_as_the_limits_allow(ring, batch_bytes,
         buffer.reserve(request_id, StepRange(request_id, 1))
         answer(buffer, request_id, header_of(1, batch_bytes, produce_s))
         free.extend(one.slot for one in buffer.deliveries())
-        found.append(buffer.range_length)
+        found.append(buffer.limits.range_length)
     assert found == lengths

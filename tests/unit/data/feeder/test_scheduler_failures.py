@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sm.data.feeder.scheduler import Liveness, Retry, StepRange
-from tests.fakes.schedulers import asked, host_status, make, make_with_ranges, warm
+from tests.fakes.schedulers import asked, host_status, limits, make, make_with_ranges, set_window, warm
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
@@ -81,7 +81,7 @@ def test_batch_that_kills_workers_is_fatal():
     assert decision.is_fatal
     assert decision.failures == ("on a", "on b", "on a", "on b")
     assert scheduler.next_requests(60.0) == []
-    scheduler.set_window(1, 2)
+    set_window(scheduler, 1, 2)
     assert [r.first_step for r in scheduler.next_requests(60.0)] == [1]
 
 
@@ -134,8 +134,8 @@ def test_fatal_step_is_not_asked_again_when_the_window_changes():
     scheduler = make("a", num_credits=4, window=4)
     scheduler.next_requests(0.0)
     assert scheduler.failed(3, 0.0, retry=Retry.NEVER).is_fatal
-    scheduler.set_window(1, 2)
-    scheduler.set_window(1, 5)
+    set_window(scheduler, 1, 2)
+    set_window(scheduler, 1, 5)
     assert asked(scheduler.next_requests(0.0)) == [("a", 4)]
 
 
@@ -143,7 +143,7 @@ def test_step_that_failed_on_all_quick_hosts_goes_to_the_slow_one():
     """A slow host gets a step at once if no other host can retry it."""
     scheduler, now = warm({"a": 1.0, "b": 1.0, "c": 9.0})
     scheduler.host_lost("b", is_silent=False)
-    scheduler.open_pass(2, 0, 100, 4)
+    scheduler.open_pass(2, limits(100, 4))
     (request,) = scheduler.next_requests(now)
     scheduler.failed(request.request_id, now, retry=Retry.ONCE)
     assert asked(scheduler.next_requests(now)) == [("a", 1), ("c", 0)]

@@ -6,13 +6,13 @@ import pytest
 
 from lightning_sm.data.feeder import scheduler as scheduler_module
 from lightning_sm.data.feeder.scheduler import Retry
-from tests.fakes.schedulers import NO_END, asked, host_status, make, step_counts, warm
+from tests.fakes.schedulers import NO_END, asked, host_status, limits, make, set_window, step_counts, warm
 
 
 def hedged():
     """Return a scheduler that has just hedged host a's request for step 0 on host b, the time, and both requests."""
     scheduler, now = warm({"a": 1.0, "b": 1.0})
-    scheduler.open_pass(2, 0, 100, 2)
+    scheduler.open_pass(2, limits(100, 2))
     first, second = scheduler.next_requests(now)
     scheduler.completed(second.request_id, now + 1.0)
     assert scheduler.next_requests(now + 1.0) == []
@@ -82,7 +82,7 @@ def test_nothing_is_late_without_samples():
 def test_nothing_is_late_before_the_minimum():
     """However quick the answers are, no request is hedged within 50 ms."""
     scheduler, now = warm({"a": 0.001, "b": 0.001})
-    scheduler.open_pass(2, 0, 100, 1)
+    scheduler.open_pass(2, limits(100, 1))
     scheduler.next_requests(now)
     assert scheduler.next_wakeup(now) == now + 0.05
 
@@ -90,7 +90,7 @@ def test_nothing_is_late_before_the_minimum():
 def test_next_step_is_hedged_before_anything_else_is_sent():
     """A free credit goes to the late step that the consumer needs, not to a TODO step; other late steps wait."""
     scheduler, now = warm({"a": 1.0, "b": 1.0}, num_credits=2)
-    scheduler.open_pass(2, 0, 100, 50)
+    scheduler.open_pass(2, limits(100, 50))
     assert asked(scheduler.next_requests(now)) == [("a", 0), ("b", 1), ("a", 2), ("b", 3)]
     scheduler.completed(13, now + 3.0)
     (hedge,) = scheduler.next_requests(now + 3.0)
@@ -102,7 +102,7 @@ def test_next_step_is_hedged_before_anything_else_is_sent():
 def test_hedge_goes_to_a_host_where_the_step_has_not_failed():
     """A slow host, or one where the step has failed, gets the duplicate only if no other host is idle."""
     scheduler, now = warm({"a": 1.0, "b": 9.0, "c": 1.1})
-    scheduler.open_pass(2, 0, 1, 1)
+    scheduler.open_pass(2, limits(1, 1))
     (first,) = scheduler.next_requests(now)
     assert first.host == "a"
     (hedge,) = scheduler.next_requests(now + 9.0)
@@ -114,7 +114,7 @@ def test_hedge_goes_to_a_host_where_the_step_has_not_failed():
 def test_no_duplicate_goes_where_the_user_code_has_raised():
     """A late second attempt is never duplicated on the host where user code raised: a second error ends the pass."""
     scheduler, now = warm({"a": 1.0, "b": 1.0})
-    scheduler.open_pass(2, 0, 1, 1)
+    scheduler.open_pass(2, limits(1, 1))
     (first,) = scheduler.next_requests(now)
     scheduler.failed(first.request_id, now, retry=Retry.ONCE)
     (second,) = scheduler.next_requests(now)
@@ -128,7 +128,7 @@ def test_no_duplicate_goes_where_the_user_code_has_raised():
 def test_only_what_the_consumer_will_wait_for_is_hedged():
     """A late request is not hedged if its step is needed only after more answers, as it may still be in time."""
     scheduler, now = warm({"a": 1.0, "b": 1.0}, num_credits=2)
-    scheduler.open_pass(2, 0, 100, 8)
+    scheduler.open_pass(2, limits(100, 8))
     requests = {request.first_step: request for request in scheduler.next_requests(now)}
     scheduler.completed(requests[3].request_id, now + 1.0)
     assert [r.first_step for r in scheduler.next_requests(now + 1.0)] == [4]
@@ -142,7 +142,7 @@ def test_frozen_worker_of_the_only_host_is_hedged_on_it():
     """With one host up, a duplicate goes to the same host after ten times the median, and at least 2 s."""
     for latency_s, after_s in ((1.0, 10.0), (0.01, 2.0)):
         scheduler, now = warm({"a": latency_s}, num_credits=2)
-        scheduler.open_pass(2, 0, 1, 1)
+        scheduler.open_pass(2, limits(1, 1))
         scheduler.next_requests(now)
         assert scheduler.next_wakeup(now) == now + after_s
         assert asked(scheduler.next_requests(now + after_s)) == [("a", 0)]
@@ -151,7 +151,7 @@ def test_frozen_worker_of_the_only_host_is_hedged_on_it():
 def test_hedges_cost_a_part_of_the_work():
     """Beyond the burst, hedges cost at most a twentieth of the work, even if the hedged batches are heavy."""
     scheduler, now = warm({"a": 1.0, "b": 1.0, "c": 1.0}, num_credits=4)
-    scheduler.open_pass(2, 0, NO_END, 64)
+    scheduler.open_pass(2, limits(NO_END, 64))
     work_s = hedged_s = 0.0
     slow = set()
     for _ in range(400):
@@ -176,7 +176,7 @@ def test_small_budget_stops_hedges(monkeypatch):
     monkeypatch.setattr(scheduler_module, "HEDGE_BURST", -1)
     monkeypatch.setattr(scheduler_module, "HEDGE_BUDGET", 0.0)
     scheduler, now = warm({"a": 1.0, "b": 1.0, "c": 1.0})
-    scheduler.open_pass(2, 0, 3, 3)
+    scheduler.open_pass(2, limits(3, 3))
     first, second, _ = scheduler.next_requests(now)
     scheduler.completed(second.request_id, now + 1.0)
     assert scheduler.next_requests(now + 29.0) == []
@@ -233,7 +233,7 @@ def test_streams_are_never_hedged():
     """Streams are never hedged, because a second host would read the stream from its beginning."""
     scheduler = make("a", "b")
     scheduler.close_pass(1)
-    scheduler.open_pass(1, 0, NO_END, 1, may_hedge=False)
+    scheduler.open_pass(1, limits(NO_END, 1), may_hedge=False)
     now = answer_one_by_one(scheduler, 0.0, 1.0, 5)
     scheduler.next_requests(now)
     assert scheduler.next_wakeup(now) is None
@@ -246,8 +246,8 @@ def test_as_many_hedges_as_the_burst_are_open_at_a_time(latency_s, monkeypatch):
     monkeypatch.setattr(scheduler_module, "HEDGE_BUDGET", 0.0)
     monkeypatch.setattr(scheduler_module, "HEDGE_BURST", -1)
     scheduler, now = warm({"a": latency_s, "b": latency_s}, num_credits=3)
-    scheduler.open_pass(2, 0, 100, 3)
-    scheduler.set_window(2, 3)
+    scheduler.open_pass(2, limits(100, 3))
+    set_window(scheduler, 2, 3)
     first = scheduler.next_requests(now)
     assert asked(first) == [("a", 0), ("b", 1), ("a", 2)]
     hedges = scheduler.next_requests(now + 3 * latency_s)

@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from lightning_sm.data.feeder.scheduler import Liveness, Retry, Scheduler, StepRange
+from lightning_sm.data.feeder.scheduler import Liveness, Retry, StepRange
 from lightning_sm.data.ipc.feeder_messages import PassSnapshot
-from tests.fakes.schedulers import NO_END, asked, host_status, make, step_counts, warm
+from tests.fakes.schedulers import NO_END, asked, host_status, limits, make, set_stop, set_window, step_counts, warm
 
 
 def test_free_credits_take_the_oldest_steps_in_turn():
@@ -54,19 +54,11 @@ def test_position_cannot_pass_a_step_that_is_not_ready():
     assert scheduler.passes(1.0)[0].waiting_for == 1
 
 
-def test_resumed_pass_begins_where_it_was_left():
-    """A pass may begin at any step."""
-    scheduler = Scheduler()
-    scheduler.host_up("a", 2)
-    scheduler.open_pass(7, 95, 97, 8)
-    assert asked(scheduler.next_requests(0.0)) == [("a", 95), ("a", 96)]
-
-
 def test_hungriest_pass_is_served_first():
     """A new pass gets the free credits until its window is as full as the windows of the others."""
     scheduler = make("a", num_credits=6, window=8)
     assert len(scheduler.next_requests(0.0)) == 6
-    scheduler.open_pass(2, 0, 100, 4)
+    scheduler.open_pass(2, limits(100, 4))
     scheduler.host_up("a", 9)
     assert [(r.pass_id, r.first_step) for r in scheduler.next_requests(0.0)] == [(2, 0), (2, 1), (2, 2)]
     scheduler.host_up("a", 12)
@@ -93,7 +85,7 @@ def test_stop_found_later_cancels_what_is_beyond():
     scheduler = make("a", num_credits=3, window=6, stop=NO_END)
     scheduler.next_requests(0.0)
     scheduler.completed(2, 1.0)
-    assert asked(scheduler.set_stop(1, 1)) == [("a", 1)]
+    assert asked(set_stop(scheduler, 1, 1)) == [("a", 1)]
     assert step_counts(scheduler) == (0, 1, 0)
     assert scheduler.next_requests(1.0) == []
     assert scheduler.completed(0, 2.0) is not None
@@ -102,15 +94,15 @@ def test_stop_found_later_cancels_what_is_beyond():
 def test_window_can_grow_and_shrink():
     """A larger window applies at once; requests beyond a smaller one may finish, but are not repeated if they fail."""
     scheduler = make("a", "b", num_credits=4, window=6)
-    scheduler.set_window(1, 2)
+    set_window(scheduler, 1, 2)
     assert [r.first_step for r in scheduler.next_requests(0.0)] == [0, 1]
-    scheduler.set_window(1, 6)
+    set_window(scheduler, 1, 6)
     assert [r.first_step for r in scheduler.next_requests(0.0)] == [2, 3, 4, 5]
-    scheduler.set_window(1, 3)
+    set_window(scheduler, 1, 3)
     scheduler.failed(5, 1.0, retry=Retry.ELSEWHERE)
     scheduler.completed(4, 1.0)
     assert scheduler.next_requests(5.0) == []
-    scheduler.set_window(1, 6)
+    set_window(scheduler, 1, 6)
     assert [r.first_step for r in scheduler.next_requests(5.0)] == [5]
 
 
@@ -118,7 +110,7 @@ def test_a_request_is_for_consecutive_steps():
     """Small batches are requested in ranges, which move the window as a whole; the last one ends with the pass."""
     scheduler = make("a", num_credits=9, window=4, stop=11)
     scheduler.next_requests(0.0)
-    scheduler.set_window(1, 12, range_length=4)
+    set_window(scheduler, 1, 12, range_length=4)
     assert [r.step_range for r in scheduler.next_requests(0.0)] == []
     scheduler.completed(0, 1.0), scheduler.completed(1, 1.0)
     scheduler.advance(1, 2)
@@ -134,13 +126,13 @@ def test_a_request_is_for_consecutive_steps():
 def test_no_more_runs_than_slots_are_requested():
     """However many steps the window has, each range in flight or ready needs one of the slots."""
     scheduler = make("a", num_credits=9, window=3)
-    scheduler.set_window(1, 100, range_length=2)
+    set_window(scheduler, 1, 100, range_length=2)
     requests = scheduler.next_requests(0.0)
-    assert [r.step_range for r in requests] == [StepRange(0, 1), StepRange(1, 1), StepRange(2, 1)]
+    assert [r.step_range for r in requests] == [StepRange(0, 2), StepRange(2, 2), StepRange(4, 2)]
     scheduler.completed(0, 1.0)
     assert scheduler.next_requests(1.0) == []
-    scheduler.advance(1, 1)
-    assert [r.step_range for r in scheduler.next_requests(1.0)] == [StepRange(3, 2)]
+    scheduler.advance(1, 2)
+    assert [r.step_range for r in scheduler.next_requests(1.0)] == [StepRange(6, 2)]
 
 
 def test_what_is_left_of_the_window_is_no_range():
@@ -148,7 +140,7 @@ def test_what_is_left_of_the_window_is_no_range():
     scheduler = make("a", num_credits=9, window=4)
     scheduler.next_requests(0.0)
     scheduler.completed(0, 1.0)
-    scheduler.set_window(1, 4, range_length=2)
+    set_window(scheduler, 1, 4, range_length=2)
     scheduler.advance(1, 1)
     assert scheduler.next_requests(1.0) == []
     scheduler.completed(1, 1.0)
@@ -179,7 +171,7 @@ def test_ranks_spread_over_hosts_that_differ_a_little():
     first = Counter()
     for rank in range(200):
         scheduler, now = warm(latencies_s, tie_break=random.Random(rank).random)
-        scheduler.open_pass(2, 0, 100, 1)
+        scheduler.open_pass(2, limits(100, 1))
         first.update(request.host for request in scheduler.next_requests(now))
     assert set(first) == set(latencies_s)
     assert min(first.values()) >= 25
@@ -197,7 +189,7 @@ def test_a_step_at_the_end_of_a_pass_is_beyond_it():
     scheduler = make("a", num_credits=3, window=6, stop=NO_END)
     scheduler.next_requests(0.0)
     scheduler.completed(1, 1.0)
-    assert asked(scheduler.set_stop(1, 1)) == [("a", 2)]
+    assert asked(set_stop(scheduler, 1, 1)) == [("a", 2)]
     assert scheduler.passes(1.0)[0].ready == 0
 
 
@@ -205,7 +197,7 @@ def test_only_hosts_that_have_the_source_are_asked():
     """Only hosts that have the source get requests, even for a step that has failed on the only such host."""
     scheduler, having = make("a", "b", num_credits=3), {"b"}
     scheduler.close_pass(1)
-    scheduler.open_pass(1, 0, 3, 4, can_take=having.__contains__)
+    scheduler.open_pass(1, limits(3, 4), can_take=having.__contains__)
     requests = scheduler.next_requests(0.0)
     assert asked(requests) == [("b", 0), ("b", 1), ("b", 2)]
     scheduler.failed(requests[0].request_id, 0.0, retry=Retry.LIMITED)
@@ -219,8 +211,8 @@ def test_steps_that_are_not_known_yet_wait():
     """Steps whose indices are not known are not requested."""
     scheduler = make("a", num_credits=9)
     scheduler.close_pass(1)
-    scheduler.open_pass(1, 0, NO_END, 4, known=1)
+    scheduler.open_pass(1, limits(NO_END, 4, known=1))
     assert asked(scheduler.next_requests(0.0)) == [("a", 0)]
-    scheduler.set_known(1, 3)
+    scheduler._passes[1].limits.known = 3
     assert asked(scheduler.next_requests(0.0)) == [("a", 1), ("a", 2)]
     assert scheduler.next_wakeup(0.0) is None

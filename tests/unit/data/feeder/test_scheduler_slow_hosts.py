@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.fakes.schedulers import asked, host_status, warm
+from tests.fakes.schedulers import asked, host_status, limits, set_window, warm
 
 
 def slow_and_quick(**options):
@@ -18,7 +18,7 @@ def test_slow_host_takes_steps_that_it_can_finish_in_time():
     """A slow host gets the first step that is not needed within twice its latency, at the pace of all hosts."""
     scheduler, now = slow_and_quick()
     assert host_status(scheduler, "b").slowness == pytest.approx(9.0, rel=0.2)
-    scheduler.open_pass(2, 0, 100, 50)
+    scheduler.open_pass(2, limits(100, 50))
     first, second = scheduler.next_requests(now)
     assert asked([first]) == [("a", 0)]
     assert second.host == "b"
@@ -29,7 +29,7 @@ def test_slow_host_takes_steps_that_it_can_finish_in_time():
 def test_slow_host_gets_nothing_where_it_cannot_help():
     """A slow host that can finish nothing in the window in time stays idle, and another host gets all steps."""
     scheduler, now = slow_and_quick(num_credits=2)
-    scheduler.open_pass(2, 0, 100, 3)
+    scheduler.open_pass(2, limits(100, 3))
     assert asked(scheduler.next_requests(now)) == [("a", 0), ("a", 1)]
     assert scheduler.next_requests(now + 1.0) == []
 
@@ -37,7 +37,7 @@ def test_slow_host_gets_nothing_where_it_cannot_help():
 def test_a_host_that_was_slow_once_comes_back():
     """After a while, a slow host gets one request as a probe, and a quick answer counts at once."""
     scheduler, now = slow_and_quick(num_credits=8)
-    scheduler.open_pass(2, 0, 100, 3)
+    scheduler.open_pass(2, limits(100, 3))
     requests = scheduler.next_requests(now)
     assert {request.host for request in requests} == {"a"}
     scheduler.completed(requests[0].request_id, now + 1.0)
@@ -55,7 +55,7 @@ def test_what_is_forgotten_lets_a_slow_host_have_one_request():
     scheduler, now = slow_and_quick(num_credits=4)
     scheduler.host_lost("a", is_silent=True)
     scheduler.host_up("a", 1)
-    scheduler.open_pass(2, 0, 100, 3)
+    scheduler.open_pass(2, limits(100, 3))
     later = now + 1000.0
     assert sorted(asked(scheduler.next_requests(later))) == [("a", 0), ("b", 1)]
 
@@ -64,24 +64,24 @@ def test_slow_host_alone_does_everything():
     """A slow host gets all requests when no other host is up."""
     scheduler, now = slow_and_quick(num_credits=2)
     scheduler.host_lost("a", is_silent=False)
-    scheduler.open_pass(2, 0, 100, 4)
+    scheduler.open_pass(2, limits(100, 4))
     assert asked(scheduler.next_requests(now)) == [("b", 0), ("b", 1)]
 
 
 def test_slow_host_chooses_last():
     """The only TODO step goes to a quick host with a free credit, even if a slow host is idle."""
     scheduler, now = slow_and_quick(num_credits=2)
-    scheduler.open_pass(2, 0, 100, 2)
-    scheduler.set_window(2, 1)
+    scheduler.open_pass(2, limits(100, 2))
+    set_window(scheduler, 2, 1)
     assert asked(scheduler.next_requests(now + 1.0)) == [("a", 0)]
-    scheduler.set_window(2, 2)
+    set_window(scheduler, 2, 2)
     assert asked(scheduler.next_requests(now + 1.0)) == [("a", 1)]
 
 
 def test_a_host_whose_requests_are_overtaken_counts_as_slow():
     """A silent host has no latency, but counts as slow if other hosts answer its requests first."""
     scheduler, now = warm({"a": 1.0, "b": 1.0}, num_credits=2)
-    scheduler.open_pass(2, 0, 100, 32)
+    scheduler.open_pass(2, limits(100, 32))
     requests = scheduler.next_requests(now)
     for request in requests:
         if request.host == "a":
@@ -97,7 +97,7 @@ def test_a_host_whose_requests_are_overtaken_counts_as_slow():
 def test_pause_of_the_consumer_does_not_count_as_pace():
     """A long validation or checkpoint between two answers does not make a slow host look quick enough."""
     scheduler, now = slow_and_quick(num_credits=1)
-    scheduler.open_pass(2, 0, 100, 3)
+    scheduler.open_pass(2, limits(100, 3))
     (request,) = scheduler.next_requests(now + 5.0)
     assert asked([request]) == [("a", 0)]
     scheduler.completed(request.request_id, now + 6.0)
@@ -116,7 +116,7 @@ def test_silent_host_keeps_its_pace_and_a_restarted_one_does_not():
 def test_cheap_batches_of_another_loader_say_nothing_about_a_host():
     """Lateness is measured against batches of the same loader: validation may be cheap, and training expensive."""
     scheduler, now = warm({"a": 0.01, "b": 0.01}, num_credits=2)
-    scheduler.open_pass(2, 0, 100, 8, loader="train")
+    scheduler.open_pass(2, limits(100, 8), loader="train")
     requests = scheduler.next_requests(now)
     assert scheduler.next_requests(now + 5.0) == []
     for request in requests:
@@ -127,8 +127,8 @@ def test_cheap_batches_of_another_loader_say_nothing_about_a_host():
 def test_the_caller_wakes_when_a_slow_host_counts_as_quick_again():
     """A slow host's slowness beyond 1 halves every ten of its latencies: 9 becomes 3 after twenty."""
     scheduler, now = slow_and_quick(num_credits=8)
-    scheduler.open_pass(2, 0, 100, 30, may_hedge=False)
-    scheduler.set_window(2, 9)
+    scheduler.open_pass(2, limits(100, 30), may_hedge=False)
+    set_window(scheduler, 2, 9)
     assert {host for host, _ in asked(scheduler.next_requests(now))} == {"a"}
     measured = scheduler._hosts["b"]
     wakeup = scheduler.next_wakeup(now)
@@ -151,7 +151,7 @@ def test_a_host_that_is_up_again_counts_as_quick():
 def test_heavier_batches_make_no_host_slow(num_late, slownesses):
     """If half of the hosts seem slow, the batches have become heavier, and the measurements are discarded."""
     scheduler, now = warm({"a": 1.0, "b": 1.0, "c": 1.0})
-    scheduler.open_pass(2, 0, 100, 3)
+    scheduler.open_pass(2, limits(100, 3))
     for request in scheduler.next_requests(now)[3 - num_late :]:
         scheduler.completed(request.request_id, now + 40.0)
     assert tuple(host_status(scheduler, host).slowness for host in "abc") == pytest.approx(slownesses)
