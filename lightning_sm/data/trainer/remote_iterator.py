@@ -5,10 +5,9 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
@@ -25,13 +24,10 @@ from lightning_sm.errors import DataServiceError
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from lightning_sm.data.host.pickler import PickledObject
     from lightning_sm.data.trainer.remote_loader import LoaderSource
 
 # Odd, so that its multiples modulo a power of two do not repeat.
 _STEP = 0x9E3779B97F4A7C15
-
-_NUMBERS = count()
 
 # Send the indices of at least this many batches at a time, because a message costs more than the indices of a batch. If
 # the window is small, send those of half of it, so that data hosts always have something to do.
@@ -79,16 +75,14 @@ class RemoteIterator(_BaseDataLoaderIter):
             self._base_seed, self._num_resets = begins_at.seed, begins_at.number
             self._num_yielded = begins_at.num_batches
         self._reports, self._is_step = source.reports(loader)
-        self._workers: _StreamWorkers | None = None
-        self._batches: _Batches | _Turns | None = None
+        self._batches: _Batches | _Stream | None = None
         # Raised at the first batch: if it were raised here, another error in Lightning's teardown would hide it.
         self._error: DataServiceError
         try:
-            pickled = source.pickled(loader)
             if self._dataset_kind == _DatasetKind.Iterable:
-                self._workers = _StreamWorkers(source, pickled, int(self._base_seed), loader)
+                self._batches = _Stream(source, int(self._base_seed), loader)
             else:
-                (self._held,) = source.open(pickled, source.opening(pickled, pickled.digest))
+                (self._held,) = source.open(loader)
                 loader._kept_workers = self._held
             self._start(loader, begins_at)
         except DataServiceError as error:
@@ -97,7 +91,7 @@ class RemoteIterator(_BaseDataLoaderIter):
     @property
     def position(self) -> IteratorPosition:
         """The current position."""
-        ends = dict(self._batches.ends) if isinstance(self._batches, _Turns) else {}
+        ends = dict(self._batches.ends) if isinstance(self._batches, _Stream) else {}
         return IteratorPosition(int(self._base_seed), self._num_resets, self._num_yielded, ends)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # torch's signature
@@ -110,22 +104,16 @@ class RemoteIterator(_BaseDataLoaderIter):
         self._start(loader)
 
     def _start(self, loader: DataLoader[Any], begins_at: IteratorPosition | None = None) -> None:
-        if self._workers is not None:
+        if isinstance(self._batches, _Stream):
             ends = {} if begins_at is None else begins_at.ends
-            self._batches = _Turns(self._workers, self._num_resets, self._num_yielded, ends)
+            self._batches.begin(self._num_resets, self._num_yielded, ends)
         else:
             # Each pass needs different seeds, although an iterator with persistent workers keeps its base seed.
             seed = (int(self._base_seed) + self._num_resets * _STEP) % (1 << 63)
-            ahead = self._num_workers * (loader.prefetch_factor or 0)
-            self._batches = _Batches(
-                self._source,
-                self._held.opening,
-                seed,
-                self._num_yielded,
-                weakref.proxy(self),  # a reference cycle would keep the workers until garbage collection
-                stock_ahead=ahead,
-                limit=partial(self._source.limit, loader),
-            )
+            opening, source = self._held.opening, self._source
+            batches = _FeederPass(source, opening, source.first_request(opening, seed, self._num_yielded))
+            # A reference cycle would keep the workers until garbage collection.
+            self._batches = _Batches(source, batches, weakref.proxy(self), loader)
             if self._num_workers:
                 self._batches.supply(as_torch=True)  # torch prefetches here, so random samplers draw their order now
 
@@ -146,7 +134,7 @@ class _FeederPass:
     ) -> None:
         connection = source.connection
         settings = connection.settings
-        self._client: FeederClient = connection.feeder
+        self.client: FeederClient = connection.feeder
         self._timeout_s = settings.batch_timeout_s
         is_stream = opening.stream is not None
         # A stream must first read all earlier batches.
@@ -154,7 +142,7 @@ class _FeederPass:
         window = ahead or max(2, -(-source.window_batches // num_parts))
         slots = connection.slots
         self._ring: SlotRing = slots.take(source.name, window, is_pinned=source.is_pinned)
-        self.pass_id = self._client.start_iterator(
+        self.pass_id = self.client.start_iterator(
             partial(
                 StartIterator,
                 loader=source.name,
@@ -167,7 +155,7 @@ class _FeederPass:
                 window_bytes=settings.window_bytes // num_parts,
             )
         )
-        self.close = weakref.finalize(self, _close, self._client, self.pass_id, slots, self._ring)
+        self.close = weakref.finalize(self, _close, self.client, self.pass_id, slots, self._ring)
         self.close.atexit = False
         self._ready: deque[tuple[BatchFigures, Iterator[Any]]] = deque()
         self._has_ended = False
@@ -184,13 +172,13 @@ class _FeederPass:
         if not self._ready:
             if self._has_ended:
                 raise StopIteration
-            message = self._client.next(self.pass_id, self._first_timeout_s, self._ring.poll)
+            message = self.client.next(self.pass_id, self._first_timeout_s, self._ring.poll)
             self._first_timeout_s = self._timeout_s
             if not isinstance(message, DeliveredRange):
                 self._has_ended = True
                 self.close()
                 raise StopIteration
-            self._client.take(self.pass_id, message.first_step + message.num_steps)
+            self.client.take(self.pass_id, message.first_step + message.num_steps)
             self.wanted_until = message.wanted_until
             self._ready.extend([(message.figures, self._ring.batches(message))] * message.num_steps)
         self.figures, batches = self._ready.popleft()
@@ -203,22 +191,17 @@ class _Batches:
     def __init__(
         self,
         source: LoaderSource,
-        opening: Opening,
-        seed: int,
-        first: int,
+        feeder_pass: _FeederPass,
         iterator: RemoteIterator,
-        *,
-        stock_ahead: int,
-        limit: Callable[[], float],
+        loader: DataLoader[Any],
     ) -> None:
         self._source = source
-        self._client = source.connection.feeder
         self._iterator = iterator
-        self._pass = _FeederPass(source, opening, source.first_request(opening, seed, first))
+        self._loader = loader
+        self._pass = feeder_pass
         self._num_supplied = 0
         self._num_taken = 0
-        self._stock_ahead = stock_ahead
-        self._limit_of = limit
+        self._stock_ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self._limit: float | None = None
         self._has_ended = False
         self._error: Exception | None = None
@@ -263,7 +246,7 @@ class _Batches:
             indices += self._index()
             if before is not None:
                 self._source.note_order(is_fixed=before.is_same(RandomState.now()))
-        self._client.supply(self._pass.pass_id, indices, is_end=self._has_ended)
+        self._pass.client.supply(self._pass.pass_id, indices, is_end=self._has_ended)
 
     @property
     def _least(self) -> int:
@@ -274,7 +257,7 @@ class _Batches:
         if as_torch or not self._source.has_fixed_order:
             return self._least
         if self._limit is None:
-            self._limit = self._limit_of()
+            self._limit = self._source.limit(self._loader)
         return int(max(self._least, min(self._limit, self._pass.wanted_until)))
 
     def _index(self) -> tuple[bytes, ...]:
@@ -295,72 +278,57 @@ class _Batches:
         self._pass.close()
 
 
-class _StreamWorkers:
-    """The workers of a loader over an iterable dataset.
-
-    Attributes:
-        num_workers: Number of workers.
-        ahead: How many batches each persistent worker builds ahead of the consumer: as many as in torch, because the
-            worker's random numbers in the next pass depend on it. 0 for other workers.
-        num_before: For each worker, how many batches it has to have built in the last passes, as in ``FetchSpec``.
-    """
-
-    def __init__(self, source: LoaderSource, pickled: PickledObject, seed: int, loader: DataLoader[Any]) -> None:
-        self._source = source
-        self.num_workers = num_workers = max(1, loader.num_workers)
-        self.ahead = loader.persistent_workers * (loader.prefetch_factor or 0)
-        self.num_before: list[list[int]] = [[] for _ in range(num_workers)]
-        rank, world_size, number = source.rank, source.world_size, next(_NUMBERS)
-        openings = [
-            source.opening(
-                pickled,
-                f"{pickled.digest}/{rank}/{number}/{worker}",
-                StreamWorker(rank, world_size, worker, num_workers, seed),
-            )
-            for worker in range(num_workers)
-        ]
-        self._held = source.open(pickled, *openings)
-
-    def begin(self, worker: int, number: int, first: int) -> _FeederPass:
-        """Start a pass over a worker's batches.
-
-        Args:
-            worker: Number of the worker.
-            number: Number of the pass, from 0.
-            first: Number of the first batch.
-        """
-        opening = self._held[worker].opening
-        fetch = self._source.first_request(opening, number, first, self.num_before[worker])
-        return _FeederPass(self._source, opening, fetch, self.num_workers, self.ahead)
-
-
-class _Turns:
-    """The batches of a stream's workers, which take turns as in torch.
+class _Stream:
+    """The batches of an iterable dataset, whose workers take turns as in torch.
 
     Args:
-        workers: The workers.
-        number: Number of the pass, from 0.
-        num_done: Number of batches to skip.
-        ends: Number of batches from each worker that was exhausted within the skipped batches.
+        source: The loader's source on the data hosts.
+        seed: Base seed of the iterator.
+        loader: The loader.
 
     Attributes:
         ends: Number of batches from each exhausted worker.
         figures: Figures of the last batch.
     """
 
-    def __init__(self, workers: _StreamWorkers, number: int, num_done: int, ends: dict[int, int]) -> None:
-        self.ends = dict(ends)
+    def __init__(self, source: LoaderSource, seed: int, loader: DataLoader[Any]) -> None:
+        self.ends: dict[int, int] = {}
         self.figures: BatchFigures
-        self._workers = workers
-        self._counts = [0] * workers.num_workers
-        turns = deque(range(workers.num_workers))
+        self._source = source
+        self._num_workers = num_workers = max(1, loader.num_workers)
+        # How many batches each persistent worker builds ahead of the consumer: as many as in torch, because the
+        # worker's random numbers in the next pass depend on it. 0 for other workers.
+        self._ahead = loader.persistent_workers * (loader.prefetch_factor or 0)
+        # For each worker, how many batches it has to have built in the last passes, as in ``FetchSpec``.
+        self._num_before: list[list[int]] = [[] for _ in range(num_workers)]
+        ranks = source.rank, source.world_size
+        self._held = source.open(
+            loader, [StreamWorker(*ranks, worker, num_workers, seed) for worker in range(num_workers)]
+        )
+
+    def begin(self, number: int, num_done: int, ends: dict[int, int]) -> None:
+        """Start a pass.
+
+        Args:
+            number: Number of the pass, from 0.
+            num_done: Number of batches to skip.
+            ends: Number of batches from each worker that was exhausted within the skipped batches.
+        """
+        self.ends = dict(ends)
+        self._counts = [0] * self._num_workers
+        turns = deque(range(self._num_workers))
         while turns and num_done:
             worker = turns.popleft()
             if self._counts[worker] != ends.get(worker):
                 self._counts[worker] += 1
                 num_done -= 1
                 turns.append(worker)
-        self._passes = deque((worker, workers.begin(worker, number, self._counts[worker])) for worker in turns)
+        self._passes = deque((worker, self._pass_of(worker, number)) for worker in turns)
+
+    def _pass_of(self, worker: int, number: int) -> _FeederPass:
+        opening = self._held[worker].opening
+        fetch = self._source.first_request(opening, number, self._counts[worker], self._num_before[worker])
+        return _FeederPass(self._source, opening, fetch, self._num_workers, self._ahead)
 
     def next(self) -> Any:
         """Return the next batch; the workers take turns until they are exhausted."""
@@ -381,8 +349,8 @@ class _Turns:
         """End all passes, cancel their requests, and note how far the next pass finds the workers."""
         for _, worker_pass in self._passes:
             worker_pass.close()
-        pairs = zip(self._counts, self._workers.num_before, strict=True)
-        self._workers.num_before = [[*([] if num else before), num + self._workers.ahead] for num, before in pairs]
+        pairs = zip(self._counts, self._num_before, strict=True)
+        self._num_before = [[*([] if num else before), num + self._ahead] for num, before in pairs]
 
 
 def _close(client: FeederClient, pass_id: int, slots: SlotPool, ring: SlotRing) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from time import monotonic  # bound here, because tests of scripts may replace time.monotonic
 from types import FunctionType
 from typing import Any
@@ -29,6 +30,9 @@ from lightning_sm.data.trainer.same_name import named_as
 logger = logging.getLogger(__name__)
 
 _SLOW_PICKLE_S = 1.0
+
+# Numbers of iterators, for the names of their workers.
+_NUMBERS = count()
 
 _TO_DATA_HOSTS = (
     "A loader's dataset, collate function and worker_init_fn are pickled for data hosts, as they are for DataLoader "
@@ -80,7 +84,7 @@ class LoaderSource:
         begins_at: Where the next iterator starts; None for the first batch.
         has_fixed_order: Whether the sampler, after the first batch of a pass, has drawn no random numbers from the
             process's generators; False until known.
-        is_pinned: Whether GPUs copy from the memory of the batches asynchronously; set by ``pickled``.
+        is_pinned: Whether GPUs copy from the memory of the batches asynchronously; set by ``open``.
     """
 
     def __init__(
@@ -95,7 +99,6 @@ class LoaderSource:
         self.begins_at: IteratorPosition | None = None
         self.has_fixed_order = False
         self.is_pinned = False
-        self._is_spawned = False
 
     def first_request(self, opening: Opening, seed: int, first: int, num_before: list[int] | None = None) -> FetchSpec:
         """Return a pass's request for its first batch, without indices; for the arguments, see ``FetchSpec``."""
@@ -145,22 +148,40 @@ class LoaderSource:
         combined = trainer.fit_loop._combined_loader  # None before the loop starts
         return True, combined is not None and combined.flattened[0] is loader
 
-    def pickled(self, loader: DataLoader[Any]) -> PickledObject:
-        """Pickle the loader's parts in their current state, and connect to the data hosts if necessary.
+    def open(self, loader: DataLoader[Any], streams: Sequence[StreamWorker] = ()) -> list[HeldOpening]:
+        """Have the data hosts start workers for the loader's parts in their current state, and wait for them.
 
         Args:
             loader: The loader.
+            streams: The workers of a loader over an iterable dataset.
+
+        Returns:
+            An opening for each stream or, without streams, one for the dataset. The workers run as long as it exists.
+
+        Raises:
+            DataServiceError: No data host can start workers, or none did in time.
         """
         connection = self.connection
         is_quiet = self.trainer is not None and self.trainer.local_rank != 0
         connection.open(self.rank, self.world_size, is_quiet=is_quiet)
         self.is_pinned = loader.pin_memory and self.trainer is not None and not _copies_batches(self.trainer)
         source = WorkerSource.of(loader, self.name, self.trainer)
-        self._is_spawned = source.is_spawned
+        pickled = self._pickled(source)
+        opening = partial(Opening, source=pickled.digest, is_spawned=source.is_spawned)
+        prefix = f"{pickled.digest}/{self.rank}/{next(_NUMBERS)}"
+        openings = [opening(f"{prefix}/{stream.number}", stream=stream) for stream in streams]
+        held = connection.feeder.open_source(pickled, *openings or [opening(pickled.digest)])
+        for one in held:
+            connection.feeder.wait_for_source(
+                one.opening, f"open the dataset of {self.name}", connection.settings.startup_timeout_s
+            )
+        return held
+
+    def _pickled(self, source: WorkerSource) -> PickledObject:
         began = monotonic()
         pickled = pickle_object(
             source,
-            by_name=connection.is_of_job,
+            by_name=self.connection.is_of_job,
             named={f"{self.name}.{name}": part for name, part in source.parts().items()},
             advice=_TO_DATA_HOSTS,
         )
@@ -175,26 +196,6 @@ class LoaderSource:
                 seconds,
             )
         return pickled
-
-    def opening(self, pickled: PickledObject, name: str, stream: StreamWorker | None = None) -> Opening:
-        """Return an opening for the result of ``pickled``."""
-        return Opening(name, pickled.digest, stream, is_spawned=self._is_spawned)
-
-    def open(self, pickled: PickledObject, *openings: Opening) -> list[HeldOpening]:
-        """Have the data hosts start workers, and wait for them; they run as long as the result exists.
-
-        Args:
-            pickled: The result of ``pickled``.
-            *openings: Results of ``opening``.
-
-        Raises:
-            DataServiceError: No data host can start workers, or none did in time.
-        """
-        feeder, timeout_s = self.connection.feeder, self.connection.settings.startup_timeout_s
-        held = feeder.open_source(pickled, *openings)
-        for opening in openings:
-            feeder.wait_for_source(opening, f"open the dataset of {self.name}", timeout_s)
-        return held
 
     @property
     def window_batches(self) -> int:
