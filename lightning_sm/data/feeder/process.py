@@ -307,8 +307,6 @@ class Feeder:
         if failure.error == "NotOpen":
             opening = buffer.request.fetch.opening
             if not self._openings.is_wanted(opening):  # the iterator is about to be closed
-                self._scheduler.failed(request.request_id, time.monotonic(), retry=Retry.ELSEWHERE)
-                buffer.drop(request.request_id)
                 return
             link.reopen_source(opening)
         first, stop = request.first_step, request.step_range.stop
