@@ -8,7 +8,7 @@ import socket
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from itertools import cycle
 from typing import Any, ClassVar
@@ -101,15 +101,6 @@ class ServiceConnection:
         return cls._of_jobs[key]
 
     @classmethod
-    def of_this_job(cls, settings: DataServiceSettings | None) -> ServiceConnection | None:
-        """Return this process's connection to its job's data hosts, or None if there are no data hosts."""
-        job = SageMakerJob.from_environment()
-        if job is None:
-            return None
-        topology = Topology.from_job(job)
-        return cls.of_job(job, topology, settings or DataServiceSettings()) if topology.data_hosts else None
-
-    @classmethod
     def of_addresses(
         cls, addresses: Sequence[str] | ServiceConnection | None, settings: DataServiceSettings, job: str
     ) -> ServiceConnection | None:
@@ -126,8 +117,12 @@ class ServiceConnection:
         Raises:
             DataSettingsError: The list of addresses is empty.
         """
-        if addresses is None or isinstance(addresses, ServiceConnection):
-            return addresses or cls.of_this_job(settings)
+        if isinstance(addresses, ServiceConnection):
+            return addresses
+        if addresses is None:
+            facts = SageMakerJob.from_environment()
+            topology = None if facts is None else Topology.from_job(facts)
+            return cls.of_job(facts, topology, settings) if facts and topology and topology.data_hosts else None
         if not addresses:
             raise DataSettingsError(
                 "RemoteDataModule got an empty list of addresses. Pass the address of at least one data host "
@@ -196,22 +191,21 @@ class ServiceConnection:
         credentials, timeout_s = Credentials.of(self.settings, self.job), self.settings.startup_timeout_s
         deadline = time.monotonic() + timeout_s
         report_at = time.monotonic() + _REPORT_PERIOD_S
-        with ExitStack() as stack:
-            channels = [(host, stack.enter_context(closing(GrpcChannel(host, credentials)))) for host in self.addresses]
-            for address, channel in cycle(channels):
-                try:
+        for address in cycle(self.addresses):
+            try:
+                with closing(GrpcChannel(address, credentials)) as channel:
                     return tuple(HostReport.parse(channel.unary("Status", b"", _CALL_TIMEOUT_S)).channels)
-                except CallError as error:
-                    why = f"data host at {address}: {error}"
-                    if error.is_final:
-                        raise DataHostMismatchError(why) from error
-                now = time.monotonic()
-                if now >= deadline:
-                    break
-                if now >= report_at and not is_quiet:
-                    report_at = now + _REPORT_PERIOD_S
-                    logger.info("Waiting for a data host to run the script and report its channels: %s", why)
-                time.sleep(_PAUSE_S)
+            except CallError as error:
+                why = f"data host at {address}: {error}"
+                if error.is_final:
+                    raise DataHostMismatchError(why) from error
+            now = time.monotonic()
+            if now >= deadline:
+                break
+            if now >= report_at and not is_quiet:
+                report_at = now + _REPORT_PERIOD_S
+                logger.info("Waiting for a data host to run the script and report its channels: %s", why)
+            time.sleep(_PAUSE_S)
         raise DataHostUnreachableError(
             f"No data host reported its channels within {timeout_s:.0f} s (data_service.startup_timeout_s): {why}. See "
             "the logs of the data hosts."
