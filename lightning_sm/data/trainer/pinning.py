@@ -77,9 +77,9 @@ class PinnedSlots:
             self._release(self._copying.popleft().slot)
         return bool(self._copying)
 
-    def wait(self) -> None:
-        """Wait until at most ``MAX_COPYING`` dropped slots have incomplete copies."""
-        while self.advance() and len(self._copying) > MAX_COPYING:
+    def wait(self, most: int = MAX_COPYING) -> None:
+        """Wait until at most this many dropped slots have incomplete copies."""
+        while self.advance() and len(self._copying) > most:
             for event in self._copying[0].events:
                 event.synchronize()
 
@@ -87,11 +87,7 @@ class PinnedSlots:
         """Wait until no GPU reads the slots, and unlock them all."""
         self._is_refused = True
         try:
-            self.advance()
-            for copy in self._copying:
-                for event in copy.events:
-                    event.synchronize()
-            self.advance()
+            self.wait(0)
         except RuntimeError as error:  # a kernel failed earlier, which makes every call fail; the user sees that error
             logger.warning("CUDA had failed before page-locked memory was released: %s", error)
             return
