@@ -68,13 +68,6 @@ class RemoteDataModule(FetchingDataModule):
         super().teardown(stage)
         self._service_connection.end_run()
 
-    def on_exception(self, exception: BaseException) -> None:
-        """End the run, because Lightning does not call ``teardown`` after an exception."""
-        try:
-            super().on_exception(exception)
-        finally:
-            self._service_connection.end_run()
-
     def close(self) -> None:
         """Disconnect from the data hosts."""
         self._service_connection.close()
