@@ -18,6 +18,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import SupportsIndex
 
 from lightning_sm._table import draw_table
 from lightning_sm.data.feeder.scheduler import PassLimits, Scheduler, StepRequest
@@ -67,6 +68,14 @@ SERVICES: dict[str, Service] = {
     "one host cold": cold,
     "one 8 x slower": slow,
 }
+
+
+class _Slots(list[int]):
+    """Slots that are free again as soon as they are taken."""
+
+    def pop(self, _: SupportsIndex = -1) -> int:
+        """Take a slot."""
+        return self[0]
 
 
 @dataclass
@@ -134,7 +143,7 @@ class Simulation:
             for host in range(hosts):
                 scheduler.host_up(f"{host:03}", -(-workers // ranks) + 1)
             steps = window or default_window(workers * hosts, ranks)
-            scheduler.open_pass(1, PassLimits(NO_END, steps, max_ranges=steps))
+            scheduler.open_pass(1, PassLimits(NO_END, steps, steps, free=_Slots([0] * 2 * steps)))
             self._at(self._attempts.uniform(0.0, 0.002), self._request, rank)
 
     def run(self) -> list[str]:

@@ -8,9 +8,17 @@ from lightning_sm.data.feeder.scheduler import PassLimits, Scheduler
 NO_END = 1 << 62
 
 
+class Slots(list):
+    """Slots that are free again as soon as they are taken."""
+
+    def pop(self):
+        """Take a slot."""
+        return self[0]
+
+
 def limits(stop, window, **others):
-    """Return the limits of a pass with as many slots as steps in its window."""
-    return PassLimits(stop, window, max_ranges=window, **others)
+    """Return the limits of a pass with at most as many ranges as steps in its window."""
+    return PassLimits(stop, window, window, **{"free": Slots(range(1000)), **others})
 
 
 def set_window(scheduler, pass_id, window, range_length=1):

@@ -106,7 +106,6 @@ class IteratorBuffer:
 
     Attributes:
         request: Description of the iterator.
-        free: Unused slots of the ring.
         limits: How far the iterator may go, for the scheduler.
         largest: Size of the largest batch so far, in bytes. If an answer has several batches, their mean size counts.
         in_flight: Requested ranges by request id.
@@ -117,10 +116,9 @@ class IteratorBuffer:
 
     def __init__(self, request: StartIterator, ring: Ring, free: list[int], *, largest: int = 0) -> None:
         self.request = request
-        self.free = free
         self.largest = largest
         known = _NO_END if request.is_stream else 0
-        self.limits = PassLimits(_NO_END, min(2, request.window_batches), request.window_batches, known)
+        self.limits = PassLimits(_NO_END, min(2, request.window_batches), request.window_batches, free, known)
         self.in_flight: dict[int, InFlightRange] = {}
         self.ready: dict[int, InFlightRange] = {}
         self.errors: dict[int, Exception] = {}
@@ -169,11 +167,9 @@ class IteratorBuffer:
         fitting = request.window_bytes // self.largest if self.largest else 0
         self.limits.window = max(min(2, request.window_batches), min(num_steps, fitting))
 
-    def reserve(self, request_id: int, step_range: StepRange) -> bytes | None:
-        """Reserve a slot for a range, and return the encoded request, or None if no slot is free."""
-        if not self.free:
-            return None
-        request, slot = self.request, self.free.pop()
+    def expect(self, request_id: int, step_range: StepRange, slot: int) -> bytes:
+        """Expect the answer for a range in a slot, and return the encoded request."""
+        request = self.request
         self.in_flight[request_id] = InFlightRange(step_range, slot, self._ring.slot(slot))
         steps = range(step_range.first, step_range.stop)
         indices = [] if request.is_stream else [self._indices[step] for step in steps]
@@ -188,7 +184,7 @@ class IteratorBuffer:
         if answer.piece is not None:
             answer.is_dropped = True
         else:
-            self.free.append(answer.slot)
+            self.limits.free.append(answer.slot)
 
     # Answers
 
@@ -223,7 +219,7 @@ class IteratorBuffer:
         answer.received += len(answer.piece or b"") * is_complete
         answer.piece = None
         if answer.is_dropped:
-            self.free.append(answer.slot)
+            self.limits.free.append(answer.slot)
 
     def accept(self, request_id: int, latency_s: float) -> InFlightRange:
         """Store a complete answer until its first batch is due, and return the answer.

@@ -161,7 +161,7 @@ class Feeder:
             return
         self._cancel(self._scheduler.close_pass(pass_id))
         buffer = self._buffers.pop(pass_id)
-        buffer.free.extend(run.slot for run in buffer.ready.values())
+        buffer.limits.free.extend(run.slot for run in buffer.ready.values())
 
     def _finish(self) -> None:
         if not self._is_running:
@@ -334,10 +334,8 @@ class Feeder:
         with self._lock:
             now = time.monotonic()
             for request in self._scheduler.next_requests(now):
-                encoded_spec = self._buffers[request.pass_id].reserve(request.request_id, request.step_range)
-                if encoded_spec is None:  # all slots are taken; releasing one calls this method again
-                    self._scheduler.withdraw(request)
-                    continue
+                buffer = self._buffers[request.pass_id]
+                encoded_spec = buffer.expect(request.request_id, request.step_range, request.slot)
                 fetches.setdefault(request.host, []).append(
                     frame(request.request_id, FrameKind.FETCH, len(encoded_spec)) + encoded_spec
                 )

@@ -122,7 +122,8 @@ class PassLimits:
     Attributes:
         stop_step: The step after the last one; after lowering it, call ``Scheduler.cut``.
         window: Limit on steps in flight or ready (at least 1), from the oldest step not taken.
-        max_ranges: Limit on ranges in flight or ready, each of which takes a slot, whatever the window.
+        max_ranges: Limit on ranges in flight or ready, whatever the window.
+        free: The unused slots, each for the answer to one request.
         known: The first step that cannot be requested yet.
         range_length: Number of steps per future request.
     """
@@ -130,6 +131,7 @@ class PassLimits:
     stop_step: int
     window: int
     max_ranges: int
+    free: list[int]
     known: int = sys.maxsize
     range_length: int = 1
 
@@ -142,6 +144,7 @@ class StepRequest:
     host: str
     pass_id: int
     step_range: StepRange
+    slot: int
     is_hedge: bool
     sent_at: float
 
@@ -222,10 +225,6 @@ class _Latencies:
     median_s: float = 0.0
     work_s: float = 0.0  # moving average
 
-    @property
-    def is_known(self) -> bool:
-        return len(self.recent) >= _NUM_SAMPLES_TO_HEDGE
-
     def add(self, latency_s: float, work_s: float) -> None:
         self.recent.append(latency_s)
         self.median_s = sorted(self.recent)[(len(self.recent) - 1) // 2]
@@ -301,7 +300,7 @@ class _ScheduledPass:
         stall. If the window has shrunk, TODO also has ranges beyond it.
         """
         limit = self.limit
-        num_slots = self.limits.max_ranges - len(self.in_flight) - len(self.ready)
+        num_slots = min(self.limits.max_ranges - len(self.in_flight) - len(self.ready), len(self.limits.free))
         for index in range(bisect_left(self.todo, (step, 0)), min(len(self.todo), num_slots)):
             if self.todo[index].first >= limit:
                 return
@@ -460,15 +459,6 @@ class Scheduler:
         self._end_requests([request, *losers])
         return tuple(losers)
 
-    def withdraw(self, request: StepRequest) -> None:
-        """Take back a request that was not sent, without blaming the host."""
-        if request.is_hedge:
-            current = self._passes[request.pass_id]
-            self._hedged_work_s -= current.pace.work_s
-            for late in current.in_flight[request.step_range]:
-                self._hosts[late.host].num_hedges -= late is not request
-        self._end_requests([request])
-
     def failed(self, request_id: int, now: float, *, retry: Retry, reason: str = "") -> FailureDecision:
         """Record a failure, and retry if ``retry`` allows it; the failure of a superfluous request is ignored.
 
@@ -569,7 +559,8 @@ class Scheduler:
         if not self._requests:
             self._measured_until = now
         request_id = next(self._request_ids) % _NUM_REQUEST_IDS
-        request = StepRequest(request_id, host.host, current.pass_id, step_range, is_hedge, now)
+        slot = current.limits.free.pop()
+        request = StepRequest(request_id, host.host, current.pass_id, step_range, slot, is_hedge, now)
         self._num_open_hedges += is_hedge
         host.num_in_flight += 1
         self._requests[request.request_id] = request
@@ -673,7 +664,8 @@ class Scheduler:
             current = self._passes[late.pass_id]
             if late.sent_at + late_after_s[late.pass_id] > now or self._is_hedged(late):
                 continue
-            if late.first_step < current.position + self._num_steps_in(current.pace.median_s):
+            is_urgent = late.first_step < current.position + self._num_steps_in(current.pace.median_s)
+            if is_urgent and current.limits.free:
                 host = self._hedge_host(late, current, now)
                 if host is not None:
                     self._hosts[late.host].num_hedges += 1
@@ -686,7 +678,7 @@ class Scheduler:
 
     def _late_after_s(self, current: _ScheduledPass) -> float:
         """Return the age at which a pass's requests become late, or infinity if they never do."""
-        if not current.may_hedge or not current.pace.is_known:
+        if not current.may_hedge or len(current.pace.recent) < _NUM_SAMPLES_TO_HEDGE:
             return math.inf
         late = _LATE_ON_THE_ONLY_HOST if len(current.takers(self._up)) == 1 else _LATE
         # Assume that the next hedge and all open ones have the average cost.

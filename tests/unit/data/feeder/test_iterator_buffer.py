@@ -48,6 +48,11 @@ def make(ring, request=REQUEST, num_batches=0, *, is_end=False, **options):
     return buffer, free
 
 
+def reserve(buffer, request_id, step_range):
+    """Take a free slot for a request, and return the encoded request."""
+    return buffer.expect(request_id, step_range, buffer.limits.free.pop())
+
+
 def header_of(num_batches, batch_bytes, produce_s=0.0):
     """Return the header of an answer."""
     batches = [EncodedBatch(number * batch_bytes, batch_bytes, b"structure") for number in range(num_batches)]
@@ -68,7 +73,7 @@ def answer(buffer, request_id, header):
 def test_a_request_has_what_the_sampler_has_yielded(ring):
     """A request has the sampler's indices, and counts batches from the start of the epoch, even in a resumed run."""
     buffer, free = make(ring, num_batches=5)
-    spec = FetchSpec.decode(buffer.reserve(1, StepRange(2, 3)))
+    spec = FetchSpec.decode(reserve(buffer, 1, StepRange(2, 3)))
     assert spec == FetchSpec("train", 1, 2, -3, 12, 3, [pickle.dumps([n, n + 1]) for n in (2, 3, 4)])
     assert len(free) == 2
     assert buffer.keys(3) == [3, 4]
@@ -78,25 +83,25 @@ def test_a_stream_has_no_indices(ring):
     """A stream has no indices: each of its batches may be requested at once, and messages name none."""
     buffer, _ = make(ring, STREAM)
     assert buffer.limits.known > 1 << 60
-    assert FetchSpec.decode(buffer.reserve(1, StepRange(0, 2))).indices == []
+    assert FetchSpec.decode(reserve(buffer, 1, StepRange(0, 2))).indices == []
     assert buffer.keys(0) == []
 
 
-def test_without_a_free_slot_there_is_no_request(ring):
-    """Every request needs a free slot, and returns it when it is dropped."""
+def test_a_dropped_request_returns_its_slot(ring):
+    """A request returns its slot when it is dropped, once."""
     buffer, free = make(ring, num_batches=9)
-    requests = [buffer.reserve(number, StepRange(number, 1)) for number in range(4)]
-    assert [one is None for one in requests] == [False, False, False, True]
+    for number in range(3):
+        reserve(buffer, number, StepRange(number, 1))
+    assert free == []
     buffer.drop(1)
     buffer.drop(1)
     assert free == [1]
-    assert buffer.reserve(4, StepRange(1, 1)) is not None
 
 
 def test_a_slot_is_free_only_once_nothing_is_written_to_it(ring):
     """If a request is cancelled while a piece of its answer arrives, its slot is free only after that piece."""
     buffer, free = make(ring, num_batches=1)
-    buffer.reserve(1, StepRange(0, 1))
+    reserve(buffer, 1, StepRange(0, 1))
     buffer.take_header(1, header_of(1, 100))
     in_flight = buffer.in_flight[1]
     piece = in_flight.begin_piece(0, 50, lambda *_: None)
@@ -111,7 +116,7 @@ def test_batches_are_delivered_in_order(ring):
     """Batches are delivered in order, however they arrive; the end follows the last one, once."""
     buffer, _ = make(ring, num_batches=4, is_end=True)
     for request_id, first in enumerate((0, 1, 2)):
-        buffer.reserve(request_id, StepRange(first, 2 if first == 2 else 1))
+        reserve(buffer, request_id, StepRange(first, 2 if first == 2 else 1))
     answer(buffer, 2, header_of(2, 10))
     answer(buffer, 1, header_of(1, 0))
     assert list(buffer.deliveries()) == []
@@ -135,7 +140,7 @@ def test_batches_are_delivered_in_order(ring):
 def test_the_end_may_come_behind_the_last_batch(ring):
     """The end is delivered even if the sampler reports it only after the last batch."""
     buffer, _ = make(ring, num_batches=1)
-    buffer.reserve(1, StepRange(0, 1))
+    reserve(buffer, 1, StepRange(0, 1))
     answer(buffer, 1, header_of(1, 10))
     assert len(list(buffer.deliveries())) == 1
     buffer.supply([], is_end=True)
@@ -147,7 +152,7 @@ def test_a_stream_ends_with_an_answer_that_has_fewer_batches(ring, comes_first):
     """A stream ends with an answer that has fewer batches; requests beyond get none, whichever answer is first."""
     buffer, free = make(ring, STREAM)
     for request_id, first in enumerate((0, 2)):
-        buffer.reserve(request_id, StepRange(first, 2))
+        reserve(buffer, request_id, StepRange(first, 2))
     if comes_first:
         buffer.skip(1, end=11)
     answer(buffer, 0, header_of(1, 10))
@@ -163,7 +168,7 @@ def test_a_stream_keeps_what_was_delivered(ring):
     """If another host finds the stream shorter, the pass ends after the batches that have been delivered."""
     buffer, _ = make(ring, STREAM)
     for request_id, first in enumerate((0, 2)):
-        buffer.reserve(request_id, StepRange(first, 2))
+        reserve(buffer, request_id, StepRange(first, 2))
     answer(buffer, 0, header_of(2, 10))
     assert len(list(buffer.deliveries())) == 1
     buffer.skip(1, end=11)
@@ -174,7 +179,7 @@ def test_a_stream_keeps_what_was_delivered(ring):
 def test_only_streams_end_early(ring):
     """An answer with too few batches is an error for an indexed dataset, which has every batch."""
     buffer, _ = make(ring, num_batches=2)
-    buffer.reserve(1, StepRange(0, 2))
+    reserve(buffer, 1, StepRange(0, 2))
     with pytest.raises(WireError, match="only streams have an end"):
         buffer.skip(1, end=0)
     with pytest.raises(WireError, match="1 batches arrived for a request for 2"):
@@ -185,7 +190,7 @@ def test_a_batch_that_does_not_fit_is_an_error():
     """The error for a batch that does not fit names the step, both sizes and the setting."""
     ring = Ring.create(1, 4096)
     buffer, _ = make(ring, num_batches=1)
-    buffer.reserve(1, StepRange(0, 1))
+    reserve(buffer, 1, StepRange(0, 1))
     too_large = r"step 0 has 5000 bytes, but a slot has only 4096 \(data_service\.max_ba"
     with pytest.raises(BatchTooLargeError, match=too_large):
         buffer.take_header(1, header_of(1, 5000))
@@ -196,7 +201,7 @@ def test_the_window_follows_from_the_largest_batch(ring):
     """The window is two batches until a size is known, then as many as the byte limit allows."""
     buffer, _ = make(ring, replace(REQUEST, window_bytes=10 << 12), num_batches=3)
     assert buffer.limits.window == 2
-    buffer.reserve(1, StepRange(0, 1))
+    reserve(buffer, 1, StepRange(0, 1))
     buffer.take_header(1, header_of(1, 1 << 12))
     assert buffer.limits.window == 10
     assert make(ring, largest=1 << 19)[0].limits.window == 2
@@ -219,7 +224,7 @@ def test_a_request_is_for_as_many_batches_as_the_limits_allow(ring, batch_bytes,
     buffer, free = make(ring, replace(STREAM, is_window_fixed=is_fixed))
     found = []
     for request_id in range(3):
-        buffer.reserve(request_id, StepRange(request_id, 1))
+        reserve(buffer, request_id, StepRange(request_id, 1))
         answer(buffer, request_id, header_of(1, batch_bytes, produce_s))
         free.extend(one.slot for one in buffer.deliveries())
         found.append(buffer.limits.range_length)

@@ -185,12 +185,15 @@ def test_small_budget_stops_hedges(monkeypatch):
     assert scheduler.completed(hedge.request_id, now + 31.0) == (first,)
 
 
-def test_a_withdrawn_hedge_costs_nothing():
-    """A hedge withdrawn for lack of a slot was never sent, and costs neither budget nor a credit."""
-    scheduler, _, _, hedge = hedged()
-    scheduler.withdraw(hedge)
-    assert host_status(scheduler, "a").num_hedges == 0
-    assert host_status(scheduler, "b").num_in_flight == 0
+def test_without_a_free_slot_there_is_no_request():
+    """Each request takes a slot, so there are as many requests, hedges included, as there are free slots."""
+    scheduler, now = warm({"a": 1.0, "b": 1.0}, num_credits=3)
+    free = [5, 4, 3]
+    scheduler.open_pass(2, limits(100, 4, free=free))
+    assert [request.slot for request in scheduler.next_requests(now)] == [3, 4, 5]
+    assert scheduler.next_requests(now + 3.0) == []
+    free.append(7)
+    assert [(r.slot, r.first_step, r.is_hedge) for r in scheduler.next_requests(now + 3.0)] == [(7, 0, True)]
 
 
 def answer_one_by_one(scheduler, now, latency_s, number):
@@ -252,5 +255,3 @@ def test_as_many_hedges_as_the_burst_are_open_at_a_time(latency_s, monkeypatch):
     assert asked(first) == [("a", 0), ("b", 1), ("a", 2)]
     hedges = scheduler.next_requests(now + 3 * latency_s)
     assert len(hedges) == 2
-    scheduler.withdraw(hedges[1])
-    assert len(scheduler.next_requests(now + 3 * latency_s)) == 1, "a hedge that was taken back is not open"
