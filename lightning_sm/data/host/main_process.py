@@ -6,28 +6,32 @@ children die with it.
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import logging
+import multiprocessing
 import os
 import sched
 import selectors
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import TypeAlias, cast
 
 from lightning_sm.data.host.source_builder import WorkerPlace, builder_of
 from lightning_sm.data.host.sources import Sources
-from lightning_sm.data.host.spawned_worker import spawn_worker
+from lightning_sm.data.host.spawned_worker import load_builder, run_spawned_worker
 from lightning_sm.data.host.worker import run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import show_world_of_one
 from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
-from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
+from lightning_sm.data.ipc.processes import InheritedDescriptor, describe_exit, run_and_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure, first_line
 from lightning_sm.data.protocol.openings import Opening
@@ -47,6 +51,8 @@ _LONGEST_PAUSE_S = 10.0
 # Time for the server process to finish the batches that it is sending, and to notify the trainers.
 _STOP_TIMEOUT_S = 5.0
 
+_Child: TypeAlias = "subprocess.Popen[bytes] | BaseProcess"
+
 
 class _Terminated(BaseException):
     """Interrupts the user's hook. Not an ``Exception``, so that ``except Exception`` in the hook does not catch it."""
@@ -57,29 +63,26 @@ class _WorkerProcess:
     """A worker process of this data host.
 
     Attributes:
-        pid: Its process id.
+        process: The process.
         opening: The opening that it serves.
         number: Its number on the host.
         notes: The notes that it shares with this process.
         pause_s: Seconds to wait before replacing it if it cannot start.
     """
 
-    pid: int
+    process: BaseProcess
     opening: Opening
     number: int
     notes: WorkerNotes
     pause_s: float
 
 
-def _exit_status(pid: int) -> int:
-    """Wait for a fork to exit, and return its status."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def _kill(pidfd: int) -> None:
-    """Kill a child, unless it has exited and multiprocessing has reaped it while spawning another worker."""
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+def _exit_status(child: _Child) -> int:
+    """Wait for a child to exit, and return its status."""
+    if isinstance(child, subprocess.Popen):
+        return child.wait()
+    child.join()  # not waitpid: multiprocessing may have reaped it while starting another process
+    return cast(int, child.exitcode)
 
 
 class MainProcess:
@@ -94,8 +97,7 @@ class MainProcess:
         self._settings = settings
         self._listening = listening
         self._selector = selectors.DefaultSelector()
-        # All children, by process id: the pidfd, and a function that waits for the exit and returns the status.
-        self._children: dict[int, tuple[int, Callable[[], int]]] = {}
+        self._children: dict[int, _Child] = {}  # by pidfd
         self._workers: dict[int, _WorkerProcess] = {}  # by worker id
         self._num_workers_started = 0
         self._num_streams = 0
@@ -180,7 +182,7 @@ class MainProcess:
 
     def _start_server(self) -> None:
         process, self._server = start_module("lightning_sm.data.server.process")
-        self._watch(process.pid, process.wait, self._on_server_exit)
+        self._watch(process, self._on_server_exit)
         self._server.send(host_messages.Serve(self._settings, snapshots=list(self._sources.snapshots)))
         self._sources.keep(())  # trainers will reopen them
         if self._job_is_ending:
@@ -205,7 +207,7 @@ class MainProcess:
                 case host_messages.KillWorker(worker_id):
                     worker = self._workers.get(worker_id)
                     if worker is not None:
-                        _kill(self._children[worker.pid][0])
+                        worker.process.kill()
                 case host_messages.Finished():
                     self._outcome = message
         if server.is_at_end:
@@ -265,12 +267,19 @@ class MainProcess:
         ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
         notes = WorkerNotes()
         place = WorkerPlace(self._settings.name or self._settings.address, number, self._settings.workers)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        process: BaseProcess
         if opening.is_spawned:
-            snapshot = self._sources.snapshots[opening.source]
-            pid, wait_for, sock = spawn_worker(snapshot, opening.stream, place, ring, notes)
+            snapshot = InheritedDescriptor(self._sources.snapshots[opening.source])
+            load = partial(load_builder, snapshot, opening.stream, place)
+            run = partial(run_spawned_worker, theirs, ring, load, notes)
+            process = multiprocessing.get_context("spawn").Process(target=run)
         else:
-            pid, sock = self._fork_worker(opening, place, ring, notes)
-            wait_for = partial(_exit_status, pid)
+            load = partial(builder_of, self._sources.unpickled[opening.source], opening.stream, place)
+            run = partial(run_worker, MessageSocket(theirs), ring, load, notes)
+            process = multiprocessing.get_context("fork").Process(target=self._run_forked_worker, args=(ours, run))
+        process.start()
+        theirs.close()
         self._send(
             host_messages.NewWorker(
                 worker=worker_id,
@@ -278,31 +287,22 @@ class MainProcess:
                 opening=opening.name,
                 num_slots=ring.num_slots,
                 slot_bytes=ring.slot_bytes,
-                fds=(sock.fileno(), ring.fd),
+                fds=(ours.fileno(), ring.fd),
             )
         )
-        sock.close()
+        ours.close()
         ring.close()
-        self._workers[worker_id] = _WorkerProcess(pid, opening, number, notes, pause_s)
-        self._watch(pid, wait_for, partial(self._on_worker_exit, worker_id))
+        self._workers[worker_id] = _WorkerProcess(process, opening, number, notes, pause_s)
+        self._watch(process, partial(self._on_worker_exit, worker_id))
 
-    def _fork_worker(
-        self, opening: Opening, place: WorkerPlace, ring: Ring, notes: WorkerNotes
-    ) -> tuple[int, MessageSocket]:
-        source = self._sources.unpickled[opening.source]
-        ours, theirs = map(MessageSocket, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
-
-        def run() -> None:
-            signal.set_wakeup_fd(-1)
-            for signum in (signal.SIGTERM, GENTLE_SIGNAL):
-                signal.signal(signum, signal.SIG_DFL)
-            self._server.close()
-            ours.close()  # with a copy of this end, the worker would never see it close
-            run_worker(theirs, ring, partial(builder_of, source, opening.stream, place), notes)
-
-        pid = fork(run)
-        theirs.close()
-        return pid, ours
+    def _run_forked_worker(self, ours: socket.socket, run: Callable[[], None]) -> None:
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGTERM, GENTLE_SIGNAL):
+            signal.signal(signum, signal.SIG_DFL)
+        self._server.close()
+        ours.close()  # with a copy of this end, the worker would never see it close
+        atexit._clear()  # these functions belong to the main process
+        run_and_exit(run)
 
     def _on_worker_exit(self, worker_id: int, status: int) -> None:
         worker = self._workers.pop(worker_id)
@@ -333,15 +333,15 @@ class MainProcess:
 
     # All children
 
-    def _watch(self, pid: int, wait_for: Callable[[], int], on_exit: Callable[[int], None]) -> None:
-        pidfd = os.pidfd_open(pid)
-        self._children[pid] = pidfd, wait_for
+    def _watch(self, child: _Child, on_exit: Callable[[int], None]) -> None:
+        pidfd = os.pidfd_open(cast(int, child.pid))
+        self._children[pidfd] = child
 
         def reap() -> None:
-            del self._children[pid]
+            del self._children[pidfd]
             self._selector.unregister(pidfd)
             os.close(pidfd)
-            on_exit(wait_for())
+            on_exit(_exit_status(child))
 
         self._selector.register(pidfd, selectors.EVENT_READ, reap)
 
@@ -349,11 +349,11 @@ class MainProcess:
         """Stop all children. The server process gets time to notify the trainers."""
         self._server.close()
         for worker in self._workers.values():
-            _kill(self._children[worker.pid][0])
-        for pidfd, wait_for in self._children.values():
+            worker.process.kill()
+        for pidfd, child in self._children.items():
             if not wait([pidfd], _STOP_TIMEOUT_S):
-                _kill(pidfd)
-            wait_for()
+                child.kill()
+            _exit_status(child)
             os.close(pidfd)
         self._children.clear()
         self._selector.close()

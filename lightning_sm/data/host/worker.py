@@ -20,7 +20,6 @@ from lightning_sm.data.host.source_builder import Builder
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, Ready
 from lightning_sm.data.ipc.messages import MessageSocket
-from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.spec import StreamEnd
@@ -45,7 +44,6 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
     # Ctrl-C and the launcher's SIGTERM go to the whole process group, but workers exit only when their socket closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    keep_freed_memory()
     torch.set_num_threads(1)
     builder: Builder | Failure
     longest_s = 0.0

@@ -68,14 +68,15 @@ def connection_to_parent() -> MessageSocket:
 
 
 def keep_freed_memory() -> None:
-    """Make the allocator keep freed memory.
+    """Make the allocator keep freed memory, if the C library has ``mallopt``.
 
     glibc returns large blocks to the system as soon as they are freed. The next batch then needs new blocks, whose page
     faults cost more than the copy: receiving takes 1.6 times as long, and collating 3 times as long.
     """
-    libc = ctypes.CDLL(None)
-    for parameter, value in _MALLOPT:
-        libc.mallopt(parameter, value)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in _MALLOPT:
+            mallopt(parameter, value)
 
 
 class InheritedDescriptor(int):
@@ -97,12 +98,6 @@ def describe_exit(status: int) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
 
 
-def fork(target: Callable[[], None]) -> int:
-    """Run a function in a forked child, and return its process id. If the function raises, the exit code is 1."""
-    _flush()
-    return os.fork() or _run_and_exit(target)
-
-
 def exit_when_a_thread_fails() -> None:
     """Exit when any thread raises: the parent notices when a process exits, but not when a thread does."""
 
@@ -121,19 +116,15 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
     gRPC calls whose peer has disconnected may still have threads, and freeing everything that torch allocated takes a
     second.
     """
-    keep_freed_memory()
-    _run_and_exit(main, atexit._run_exitfuncs)
-
-
-def _run_and_exit(main: Callable[[], None], clean_up: Callable[[], None] = lambda: None) -> NoReturn:
     code = 1
+    keep_freed_memory()
     try:
         main()
         code = 0
     except BaseException:  # noqa: BLE001  # it is printed, and the exit code is 1
         traceback.print_exc()
     finally:
-        clean_up()
+        atexit._run_exitfuncs()
         _flush()
         os._exit(code)
 

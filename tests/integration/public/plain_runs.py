@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_sm._linux import kill_with_parent
-from lightning_sm.data.ipc.processes import fork
+from lightning_sm.data.ipc.processes import run_and_exit
 
 # Includes the imports, which the first run waits for.
 _TIMEOUT_S = 120
@@ -89,7 +89,9 @@ def main() -> None:
     import torchvision  # noqa: F401
 
     for line in sys.stdin:
-        pid = fork(partial(_run, **json.loads(line)))
+        pid = os.fork()
+        if not pid:
+            run_and_exit(partial(_run, **json.loads(line)))
         sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n")
         sys.stdout.flush()
 

@@ -1,12 +1,9 @@
 """Tests of when a data host's main process gives up its server process, with fake server processes."""
 
-import os
 import socket
-import subprocess
 
 import pytest
 
-from lightning_sm.data.host import main_process
 from lightning_sm.data.host.main_process import MainProcess
 from lightning_sm.data.ipc.host_messages import Listening, Serve
 from lightning_sm.data.ipc.messages import MessageSocket
@@ -62,14 +59,6 @@ def test_a_server_that_has_listened_is_always_started_again(main):
     main.other_end.send(Listening("127.0.0.1:7"))
     main._on_server_messages()
     assert [main.end_server() for _ in range(20)] == [None] * 20
-
-
-def test_a_worker_that_was_reaped_is_not_killed():
-    """Killing a reaped worker is safe: multiprocessing reaps exited workers when it spawns another."""
-    with subprocess.Popen(["true"]) as process:
-        pidfd = os.pidfd_open(process.pid)
-    main_process._kill(pidfd)
-    os.close(pidfd)
 
 
 def test_the_owners_lightning_is_imported_before_ours(tmp_path, monkeypatch):
