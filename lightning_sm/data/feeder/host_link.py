@@ -8,13 +8,12 @@ import random
 import threading
 import time
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from lightning_sm.data.feeder.scheduler import Liveness
-from lightning_sm.data.protocol.calls import HeartbeatRequest, HostReport, LoadRequest
+from lightning_sm.data.protocol.calls import HeartbeatRequest, HostReport
 from lightning_sm.data.protocol.frames import FrameReader
 from lightning_sm.data.protocol.grpc_call import Call
 from lightning_sm.data.protocol.grpc_client import GrpcChannel
@@ -233,16 +232,15 @@ class HostLink:
             if snapshot is None:
                 self.detail = "the dataset it needs has been closed"
                 return
-            self._send_snapshot(digest, snapshot)
+            self._send_snapshot(snapshot)
         self._nudge.set()
 
-    def _send_snapshot(self, digest: str, snapshot: mmap.mmap) -> None:
+    def _send_snapshot(self, snapshot: mmap.mmap) -> None:
         num_bytes = len(snapshot)
         self.detail = f"receiving a dataset ({num_bytes / 1e6:.0f} MB)"
         began = time.monotonic()
         pieces = (snapshot[start : start + CHUNK_BYTES] for start in range(0, num_bytes, CHUNK_BYTES))
-        head = LoadRequest(digest, num_bytes).encode()
-        self._channel.stream_unary("Load", chain([head], pieces), _SNAPSHOT_TIMEOUT_S)
+        self._channel.stream_unary("Load", pieces, _SNAPSHOT_TIMEOUT_S)
         seconds = time.monotonic() - began
         if num_bytes >= _LARGE_SNAPSHOT_BYTES:
             logger.info(

@@ -60,7 +60,7 @@ def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) 
         transfer_s: Total seconds that the host's answers were in transit.
     """
     status = status or HostStatus(link.name)
-    report = link.report or HostReport(link.name, workers=0, busy=0, queued=0)
+    report = link.report or HostReport(link.name, workers=0, busy=0)
     return HostSnapshot(
         name=link.name,
         state=status.state.value,

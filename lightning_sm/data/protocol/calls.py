@@ -12,18 +12,6 @@ from lightning_sm.data.protocol.message_codec import Name, Natural, NumPlaces, R
 MAX_REQUEST_BYTES = 1 << 20
 
 
-class LoadRequest(Struct, frozen=True):
-    """The header that a rank sends before the bytes of a source's snapshot.
-
-    Attributes:
-        digest: Digest of the snapshot.
-        num_bytes: Size of the snapshot.
-    """
-
-    digest: Name
-    num_bytes: Natural
-
-
 class HeartbeatRequest(Struct, frozen=True):
     """The heartbeat of a rank; the answer is a ``HostReport``.
 
@@ -49,7 +37,6 @@ class HostReport(Struct, frozen=True):
         name: Name of the data host.
         workers: Number of its workers.
         busy: Number of workers that are building batches.
-        queued: Number of requests that are waiting for a worker.
         busy_s: Seconds that workers worked while trainers had more to request, summed over all workers.
         capacity_s: Seconds that the workers could have worked in this time.
         built: Number of requests that the workers have completed.
@@ -61,7 +48,6 @@ class HostReport(Struct, frozen=True):
     name: str
     workers: Natural
     busy: Natural
-    queued: Natural
     busy_s: Real = 0.0
     capacity_s: Real = 0.0
     built: Natural = 0

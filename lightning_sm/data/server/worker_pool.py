@@ -251,7 +251,6 @@ class WorkerPool:
                 name,
                 workers=num_workers,
                 busy=num_busy,
-                queued=sum(map(len, self._queues.values())),
                 busy_s=self._work.busy_s,
                 capacity_s=self._work.capacity_s,
                 built=self._num_built,

@@ -129,7 +129,6 @@ REQUESTS = {
         json.dumps({"client": "x", "openings": [{**OPENING, "stream": {"rank": -1}}]}).encode(),
         json.dumps({"client": "x", "openings": [OPENING] * (1 << 15)}).encode(),
     ],
-    "Load": [b"", b"null", b'{"digest": "x", "num_bytes": -1}'],
     "Heartbeat": [
         b"",
         b"null",

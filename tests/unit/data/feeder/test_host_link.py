@@ -35,7 +35,7 @@ class SlowHost:
             self.has_heartbeat.set()
             assert self.may_answer.wait(TIMEOUT_S)
         self.taken.append(is_last)
-        return HostReport("algo-3", workers=1, busy=0, queued=0).encode()
+        return HostReport("algo-3", workers=1, busy=0).encode()
 
     def open(self, name, receiver, requests):
         """Open no stream: no batch is requested."""

@@ -22,7 +22,6 @@ STREAM = openings.StreamWorker(rank=1, world_size=2, number=0, num_workers=3, se
 OPENINGS = {"client": "rank 0 on algo-1", "openings": [openings.Opening("a", "d" * 32, STREAM, is_alone=True)]}
 HEARTBEAT = {"client": "rank 0 on algo-1", "world_size": 4}
 TRAINING = {**HEARTBEAT, "figures": RankFigures(), "wants_figures": True}
-LOAD = {"digest": "d" * 32, "num_bytes": 7}
 
 
 def parse_reply(data):
@@ -36,7 +35,6 @@ def parser(kind):
 
 
 PARSERS = [
-    parser(calls.LoadRequest),
     parser(calls.HeartbeatRequest),
     calls.HostReport.parse,
     parser(openings.OpeningsRequest),
@@ -109,8 +107,7 @@ def test_any_bytes_are_taken_or_refused(parse, data):
 @pytest.mark.parametrize(
     ("call", "request_", "changed", "why"),
     [
-        (calls.LoadRequest, LOAD, {"num_bytes": -1}, r"`int` >= 0 - at `\$.num_bytes`"),
-        (calls.LoadRequest, LOAD, {"fds": [0]}, r"The LoadRequest is malformed: .* unknown field `fds`"),
+        (calls.HeartbeatRequest, HEARTBEAT, {"fds": [0]}, r"The HeartbeatRequest is malformed: .* unknown field `fds`"),
         (openings.OpeningsRequest, OPENINGS, {"openings": [{"name": "x" * 513, "source": "d"}]}, "length <= 512 - at"),
         (openings.OpeningsRequest, OPENINGS, {"openings": [OPENINGS["openings"][0]] * 16385}, "length <= 16384|bytes"),
         (
@@ -168,7 +165,6 @@ def test_impossible_figures_of_a_host_are_refused(change):
         "name": "a",
         "workers": 1,
         "busy": 0,
-        "queued": 0,
         "busy_s": 0.5,
         "capacity_s": 1,
         "built": 2,

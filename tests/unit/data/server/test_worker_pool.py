@@ -268,7 +268,7 @@ def test_workers_of_other_openings_stay_and_take_turns(pool, worker, workers):
     submit(pool, b"v", opening=validation)
     assert workers[1].is_idle()
     report = pool.report("algo-3")
-    assert (report.workers, report.busy, report.queued) == (1, 1, 1)
+    assert (report.workers, report.busy) == (1, 1)
     submit(pool, b"b")
     worker.done(slot, 1)
     encoded_spec, slot = workers[1].next_request()
@@ -283,15 +283,14 @@ def test_a_task_waits_for_a_worker_of_its_opening(pool, workers):
     workers.append(FakeWorker(pool, 1, live=("test",)))
     submit(pool, b"a", opening="test")
     assert workers[0].is_idle()
-    assert pool.report("algo-3").queued == 1
 
 
 def test_state_counts_workers_and_tasks(pool, worker):
-    """The report counts the workers, the busy workers and the queued tasks."""
+    """The report counts the workers and the busy workers."""
     submit(pool, b"a")
     worker.next_request()
     report = pool.report("algo-3")
-    assert (report.workers, report.busy, report.queued) == (1, 1, 0)
+    assert (report.workers, report.busy) == (1, 1)
 
 
 def test_closing_a_pool_whose_thread_has_ended_already(monkeypatch):
