@@ -17,7 +17,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -44,9 +44,8 @@ logger = logging.getLogger(__name__)
 # A worker fills one slot while the other is being sent.
 _SLOTS_PER_WORKER = 2
 
-# Pauses before replacing a worker that could not start. Without them, its restarts would take up a whole CPU.
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 10.0
+# Start each worker at most this often. Otherwise, restarts of workers that cannot start would take up a whole CPU.
+_RESTART_PERIOD_S = 1.0
 
 # Time for the server process to finish the batches that it is sending, and to notify the trainers.
 _STOP_TIMEOUT_S = 5.0
@@ -67,14 +66,14 @@ class _WorkerProcess:
         opening: The opening that it serves.
         number: Its number on the host.
         notes: The notes that it shares with this process.
-        pause_s: Seconds to wait before replacing it if it cannot start.
+        started: When it was started.
     """
 
     process: BaseProcess
     opening: Opening
     number: int
     notes: WorkerNotes
-    pause_s: float
+    started: float = field(default_factory=time.monotonic)
 
 
 def _exit_status(child: _Child) -> int:
@@ -261,7 +260,7 @@ class MainProcess:
         for number in numbers:
             self._start_worker(opening, number)
 
-    def _start_worker(self, opening: Opening, number: int, pause_s: float = _FIRST_PAUSE_S) -> None:
+    def _start_worker(self, opening: Opening, number: int) -> None:
         self._num_workers_started += 1
         worker_id = self._num_workers_started
         ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
@@ -292,7 +291,7 @@ class MainProcess:
         )
         ours.close()
         ring.close()
-        self._workers[worker_id] = _WorkerProcess(process, opening, number, notes, pause_s)
+        self._workers[worker_id] = _WorkerProcess(process, opening, number, notes)
         self._watch(process, partial(self._on_worker_exit, worker_id))
 
     def _run_forked_worker(self, ours: socket.socket, run: Callable[[], None]) -> None:
@@ -306,22 +305,15 @@ class MainProcess:
 
     def _on_worker_exit(self, worker_id: int, status: int) -> None:
         worker = self._workers.pop(worker_id)
-        at, has_started = worker.notes.place(), worker.notes.has_started
-        how = describe_exit(status)
-        if has_started:
-            how += f" at {at}" if at else ""
-        else:
-            how += f" in {at}" if at else " while starting"
+        place = worker.notes.place()
+        how = describe_exit(status) + (f" at {place}" if place else "")
         was_sent = self._send(host_messages.WorkerLost(worker_id, how))
         # Do not replace a worker that was meant to exit: its source was closed, or its server process died.
         if self._outcome is not None or not was_sent or not self._is_needed(worker):
             return
-        if has_started:
-            logger.warning("Worker %d %s. Starting a new one.", worker.number, how)
-            self._start_worker(worker.opening, worker.number)
-            return
-        logger.warning("Worker %d %s. Starting a new one in %.1f s.", worker.number, how, worker.pause_s)
-        self._scheduler.enter(worker.pause_s, 0, self._start_again, (worker,))
+        logger.warning("Worker %d %s. Starting a new one.", worker.number, how)
+        pause_s = max(0.0, worker.started + _RESTART_PERIOD_S - time.monotonic())
+        self._scheduler.enter(pause_s, 0, self._start_again, (worker,))
 
     def _is_needed(self, worker: _WorkerProcess) -> bool:
         """Return whether a worker's opening is still open. A source that was reopened has new workers."""
@@ -329,7 +321,7 @@ class MainProcess:
 
     def _start_again(self, worker: _WorkerProcess) -> None:
         if self._is_needed(worker):
-            self._start_worker(worker.opening, worker.number, min(_LONGEST_PAUSE_S, 2 * worker.pause_s))
+            self._start_worker(worker.opening, worker.number)
 
     # All children
 

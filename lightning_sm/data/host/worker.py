@@ -56,7 +56,6 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
     notes.clear()
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
         requests.send(Ready())
-        notes.note_start()  # not earlier: a worker that never got this far is replaced after a pause
         while (request := requests.receive()) is not None:
             if not isinstance(request, Build):
                 raise TypeError(f"the server process sent {request}")

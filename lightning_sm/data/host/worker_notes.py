@@ -15,16 +15,13 @@ _MAX_TEXT_BYTES = 200
 # The header starts with one of these, or with the size of the following text in bytes.
 _NOTHING, _INDEX = 0xFFFE, 0xFFFF
 _HEAD = struct.Struct("<Hq")
-# After the text: whether the worker has started.
-_STARTED_AT = _HEAD.size + _MAX_TEXT_BYTES
-_END = _STARTED_AT + 1
 
 
 class WorkerNotes:
     """Memory that a worker shares with its parent, which allocates it before the worker starts."""
 
     def __init__(self) -> None:
-        self._memory: Any = RawArray(ctypes.c_char, _END)
+        self._memory: Any = RawArray(ctypes.c_char, _HEAD.size + _MAX_TEXT_BYTES)
         self.clear()
 
     def set_index(self, index: int) -> None:
@@ -40,16 +37,6 @@ class WorkerNotes:
     def clear(self) -> None:
         """Record that the worker is not in the user's code."""
         _HEAD.pack_into(self._memory, 0, _NOTHING, 0)
-
-    def note_start(self) -> None:
-        """Record that the worker has started, so that later failures do not count as failures to start."""
-        self._memory[_STARTED_AT] = b"1"
-        self.clear()
-
-    @property
-    def has_started(self) -> bool:
-        """Whether the worker has started."""
-        return bool(self._memory[_STARTED_AT] == b"1")
 
     def place(self) -> str:
         """Return the last place noted, such as "index 40", or "" if the worker was not in the user's code."""

@@ -132,8 +132,8 @@ def exit_at_start(folder):
 
 @pytest.mark.proof
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_worker_that_exits_at_its_start_is_named_and_backs_off(tmp_path, method):
-    """The error names worker_init_fn instead of samples, and the pauses between starts grow."""
+def test_a_worker_that_exits_at_its_start_is_named_and_not_started_often(tmp_path, method):
+    """The error names worker_init_fn instead of samples, and starts are a second apart."""
     make = exit_at_start(tmp_path)
     with (
         running(Host("a", lambda: loader(Squares, method, worker_init_fn=make), 1)) as (host,),
@@ -142,13 +142,12 @@ def test_a_worker_that_exits_at_its_start_is_named_and_backs_off(tmp_path, metho
         with pytest.raises(DataServiceError) as caught:
             list(module.train_dataloader())
         text = str(caught.value)
-        assert text.startswith("The data hosts' workers cannot start: a worker exited with code 3 in worker_init_fn")
+        assert text.startswith("The data hosts' workers cannot start: a worker exited with code 3 at worker_init_fn")
         assert "indices" not in text
         starts = [float(line) for line in (tmp_path / "starts-0").read_text().split()]
     pauses = [after - before for before, after in pairwise(starts)]
     assert len(pauses) >= 2
-    for number, pause in enumerate(pauses):
-        assert pause >= 0.1 * 2**number
+    assert min(pauses) >= 0.9
 
 
 # A script whose classes and library need new processes, with and without the guard that multiprocessing asks for.

@@ -31,7 +31,7 @@ def test_a_batch_of_a_stream_has_no_indices():
 
 def test_a_worker_that_cannot_start_blames_no_sample():
     """The error names where the worker failed during its start, and what to check, but no indices."""
-    why = "exited with code 3 in worker_init_fn on data host b:1"
+    why = "exited with code 3 at worker_init_fn on data host b:1"
     error = explain("WorkerNotStarted", 7, FailureDecision(is_fatal=True, failures=(why, why)), list(range(40)))
     assert type(error) is DataServiceError
     assert str(error).startswith(f"The data hosts' workers cannot start: a worker {why} (2 times). Check worker_")
