@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler
 
+from lightning_sm.data.host.generators import reachable
 from lightning_sm.data.host.stand_ins import length_of
 
 
@@ -59,28 +60,9 @@ def describe_data(dataset: Any) -> dict[str, str]:
 
 
 def datasets_in(dataset: Any) -> list[Any]:
-    """Return a dataset, and the datasets in its attributes, in a fixed order."""
-    return list(_walk(dataset, set()))
-
-
-def _walk(dataset: Any, seen: set[int]) -> Iterator[Any]:
-    if id(dataset) in seen:
-        return
-    seen.add(id(dataset))
-    yield dataset
-    for value in list(getattr(dataset, "__dict__", {}).values()):
-        for item in _items(value):
-            if isinstance(item, Dataset):
-                yield from _walk(item, seen)
-
-
-def _items(value: Any) -> list[Any]:
-    """Return the items of a container of datasets, none of other containers, and any other value as the only item."""
-    if isinstance(value, (list, tuple, dict)):
-        items = list(value.values()) if isinstance(value, dict) else value
-        # Check only the first item: this may be a list of a million files.
-        return list(items) if items and isinstance(items[0], Dataset) else []
-    return [value]
+    """Return a dataset, and the datasets in it that the search for generators also finds, in a fixed order."""
+    found = {id(item): item for item in reachable(dataset) if item is dataset or isinstance(item, Dataset)}
+    return list(found.values())
 
 
 def _has_names(value: Any) -> bool:
