@@ -18,10 +18,11 @@ import torch
 from lightning_sm._linux import kill_with_parent
 from lightning_sm.data.host.source_builder import Builder
 from lightning_sm.data.host.worker_notes import WorkerNotes
-from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, Ready
+from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, Ready
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.frames import StepRangeHeader
 from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError
 
@@ -71,7 +72,9 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
                 notes.clear()
 
 
-def _build_range(request: Build, ring: Ring, builder: Builder, notes: WorkerNotes) -> BuiltRange | Failure | StreamEnd:
+def _build_range(
+    request: Build, ring: Ring, builder: Builder, notes: WorkerNotes
+) -> StepRangeHeader | Failure | StreamEnd:
     """Build the batches of a request, and return the outcome."""
     started = time.perf_counter()
     memory = ring.slot(request.slot)
@@ -84,4 +87,4 @@ def _build_range(request: Build, ring: Ring, builder: Builder, notes: WorkerNote
     except BaseException as error:  # noqa: BLE001  # errors in the user's code, even sys.exit(), are sent to the trainer
         return Failure.of(error, notes.place())
     used = max((batch.start + batch.num_bytes for batch in built), default=0)
-    return BuiltRange(used, time.perf_counter() - started, built)
+    return StepRangeHeader(used, 0.0, time.perf_counter() - started, built)

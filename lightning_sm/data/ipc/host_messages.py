@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from msgspec import field
 
-from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.frames import EncodedBatch
+from lightning_sm.data.protocol.frames import StepRangeHeader
 from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.data.settings import HostSettings
@@ -132,27 +131,13 @@ class Build(Message, frozen=True):
     encoded_spec: bytes
 
 
-class BuiltRange(Struct, frozen=True, tag=True):
-    """The batches of a step range in a worker's slot.
-
-    Attributes:
-        num_bytes: Bytes of the slot that the batches take up.
-        produce_s: Seconds that the worker took.
-        batches: Where the batches are, and how to rebuild them.
-    """
-
-    num_bytes: int
-    produce_s: float
-    batches: list[EncodedBatch]
-
-
 class BuildAnswer(Message, frozen=True):
     """The answer to a ``Build``.
 
     Attributes:
         slot: Slot named in the request.
-        outcome: The batches, or why there are none.
+        outcome: The size and layout of the batches, or why there are none.
     """
 
     slot: int
-    outcome: BuiltRange | Failure | StreamEnd
+    outcome: StepRangeHeader | Failure | StreamEnd

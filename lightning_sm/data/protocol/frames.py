@@ -195,12 +195,12 @@ class EncodedBatch(NamedTuple):
     structure: bytes
 
 
-class StepRangeHeader(msgspec.Struct, frozen=True, array_like=True):
-    """The header of an answer, which precedes the bytes of a step range.
+class StepRangeHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The header of a step range, with which a worker answers, and which precedes the bytes of the range.
 
     Attributes:
-        num_bytes: Number of bytes that follow in DATA frames.
-        queue_s: Seconds that the request waited for a worker.
+        num_bytes: Number of bytes in the worker's slot, and in the DATA frames that follow.
+        queue_s: Seconds that the request waited for a worker; 0 from the worker itself.
         produce_s: Seconds that the worker took.
         batches: The batches; fewer than requested if the stream ends with them.
     """

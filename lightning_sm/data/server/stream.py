@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.fetch import FetchSpec
-from lightning_sm.data.protocol.frames import FrameKind, StepRangeHeader, frame, frames
+from lightning_sm.data.protocol.frames import FrameKind, frame, frames
 from lightning_sm.data.protocol.spec import CHUNK_BYTES, StreamEnd
 from lightning_sm.data.server.worker_pool import Answer, ServedRange, Task, WorkerPool
 from lightning_sm.errors import WireError
@@ -164,12 +164,11 @@ class _RankStream:
 
 
 def _batch_frames(request_id: int, served: ServedRange) -> Iterator[bytes]:
-    data, built = served.data, served.built
-    header = StepRangeHeader(built.num_bytes, served.queue_s, built.produce_s, built.batches).encode()
+    data, num_bytes, header = served.data, served.header.num_bytes, served.header.encode()
     # Send the header together with the first piece.
     parts: list[Any] = [frame(request_id, FrameKind.HEADER, len(header)), header]
-    for start in range(0, built.num_bytes, CHUNK_BYTES):
-        size = min(CHUNK_BYTES, built.num_bytes - start)
+    for start in range(0, num_bytes, CHUNK_BYTES):
+        size = min(CHUNK_BYTES, num_bytes - start)
         parts += [frame(request_id, FrameKind.DATA, size, start), data[start : start + size]]
         yield b"".join(parts)
         parts.clear()

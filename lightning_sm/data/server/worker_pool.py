@@ -17,11 +17,12 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, NewWorker, Ready
+from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, NewWorker, Ready
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.frames import StepRangeHeader
 from lightning_sm.data.protocol.spec import StreamEnd
 
 # A worker is considered hung if a cancelled task takes longer than this time, and longer than this multiple of the
@@ -35,15 +36,13 @@ class ServedRange:
     """The batches of a step range, which stay in a worker's slot until ``release``.
 
     Attributes:
-        built: Size and layout of the range.
+        header: Size, timings and layout of the range.
         data: The bytes of the slot.
-        queue_s: Seconds from the request until the worker started on it.
         release: Frees the slot; must be called once.
     """
 
-    built: BuiltRange
+    header: StepRangeHeader
     data: memoryview
-    queue_s: float
     release: Callable[[], None]
 
 
@@ -373,7 +372,7 @@ class WorkerPool:
 
     def _answer(self, worker: _Worker, task: Task, message: BuildAnswer) -> Answer:
         outcome, slot = message.outcome, message.slot
-        if isinstance(outcome, BuiltRange):
+        if isinstance(outcome, StepRangeHeader):
 
             def release() -> None:
                 with self._lock:
@@ -381,8 +380,8 @@ class WorkerPool:
                     self._close_if_retired(worker)
                     self._dispatch()
 
-            queue_s = worker.task_started - task.received
-            return ServedRange(outcome, worker.ring.slot(slot), queue_s, release)
+            header = replace(outcome, queue_s=worker.task_started - task.received)
+            return ServedRange(header, worker.ring.slot(slot), release)
         worker.free_slots.append(slot)
         if isinstance(outcome, Failure):
             where = ", ".join(filter(None, (outcome.where, f"worker {worker.number}")))

@@ -6,11 +6,11 @@ import socket
 
 import pytest
 
-from lightning_sm.data.ipc.host_messages import BuildAnswer, BuiltRange, NewWorker, Ready
+from lightning_sm.data.ipc.host_messages import BuildAnswer, NewWorker, Ready
 from lightning_sm.data.ipc.messages import MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.frames import EncodedBatch
+from lightning_sm.data.protocol.frames import EncodedBatch, StepRangeHeader
 from lightning_sm.data.server import worker_pool
 from lightning_sm.data.server.worker_pool import ServedRange, Task, WorkerPool, _Work
 
@@ -49,7 +49,11 @@ class FakeWorker:
     def done(self, slot, value):
         """Answer a request with a batch of one byte."""
         self.ring.slot(slot)[0] = value
-        self.socket.send(BuildAnswer(slot, BuiltRange(num_bytes=1, produce_s=0.0, batches=[EncodedBatch(0, 1, b"")])))
+        self.socket.send(
+            BuildAnswer(
+                slot, StepRangeHeader(num_bytes=1, queue_s=0.0, produce_s=0.0, batches=[EncodedBatch(0, 1, b"")])
+            )
+        )
 
     def is_idle(self):
         """Return whether no request arrives."""
@@ -111,7 +115,7 @@ def test_a_batch_comes_from_the_slot(pool, worker):
     worker.done(slot, 42)
     answer = answers.get(timeout=TIMEOUT_S)
     assert isinstance(answer, ServedRange)
-    assert (answer.built.batches, answer.data[: answer.built.num_bytes].tolist()) == ([EncodedBatch(0, 1, b"")], [42])
+    assert (answer.header.batches, answer.data[: answer.header.num_bytes].tolist()) == ([EncodedBatch(0, 1, b"")], [42])
     answer.release()
 
 
