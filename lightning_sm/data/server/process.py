@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -26,7 +27,7 @@ from lightning_sm.data.server.leases import Leases
 from lightning_sm.data.server.listener import Listener
 from lightning_sm.data.server.openings import Openings
 from lightning_sm.data.server.peers import TrustedPeers
-from lightning_sm.data.server.stream import FetchMethod
+from lightning_sm.data.server.stream import fetch
 from lightning_sm.data.server.worker_pool import WorkerPool
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, WireError
@@ -66,13 +67,12 @@ class ServerProcess:
         self._snapshots = snapshots
         self._keeping = threading.Lock()
         self._openings = Openings(self._send, lambda digest: digest in self._snapshots, self._keep_workers)
-        self._fetch = FetchMethod(self._pool)
         self._figures: dict[str, RankFigures] = {}  # by trainer rank
         self._peers = TrustedPeers(settings)
         self._handlers = {
             "OpenSources": grpc.unary_unary_rpc_method_handler(self._open_sources),
             "Load": grpc.stream_unary_rpc_method_handler(self._load),
-            "Fetch": grpc.stream_stream_rpc_method_handler(self._fetch.serve),
+            "Fetch": grpc.stream_stream_rpc_method_handler(partial(fetch, self._pool)),
             "Heartbeat": grpc.unary_unary_rpc_method_handler(self._heartbeat),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
         }
@@ -100,7 +100,6 @@ class ServerProcess:
             if message is None:
                 break
             self._handle(message)
-        self._fetch.close()
         listener.stop(_STOP_TIMEOUT_S)
         self._pool.close()
 

@@ -28,34 +28,21 @@ _MAX_TEXT = 1 << 20
 _MAX_SHARED_MESSAGE_BYTES = 256 << 10
 
 
-class FetchMethod:
-    """The streams of all connected ranks.
+def fetch(pool: WorkerPool, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    """Answer a rank's requests until it cancels the call or loses its connection.
 
     Args:
         pool: The workers that answer the requests.
+        requests: Messages from the rank.
+        context: The context of the call.
     """
-
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
-        self._streams: set[_RankStream] = set()
-
-    def close(self) -> None:
-        """End all streams."""
-        for stream in list(self._streams):
-            stream.close()
-
-    def serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Answer a rank's requests until it cancels the call."""
-        stream = _RankStream(self._pool)
-        self._streams.add(stream)
-        context.add_callback(stream.close)
-        reader = threading.Thread(target=_read, args=(requests, stream), name="requests", daemon=True)
-        reader.start()
-        try:
-            yield from stream.messages()
-        finally:
-            stream.close()
-            self._streams.discard(stream)
+    stream = _RankStream(pool)
+    context.add_callback(stream.close)
+    threading.Thread(target=_read, args=(requests, stream), name="requests", daemon=True).start()
+    try:
+        yield from stream.messages()
+    finally:
+        stream.close()
 
 
 def _read(requests: Iterator[bytes], stream: _RankStream) -> None:
