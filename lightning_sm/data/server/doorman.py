@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import ipaddress
 import logging
 import socket
@@ -32,10 +31,6 @@ _IP_HEADER = 0xFFF00000
 _SOURCE = {4: 12, 6: 8}  # offset of the source address, by IP version
 _WORD = 0xFFFFFFFF
 
-EVERYONE: list[Network] = [ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0")]
-# The kernel's errors for a filter that exceeds its limits: 4096 instructions, and a limit on memory.
-_TOO_LONG = (errno.EINVAL, errno.ENOMEM)
-
 # The filter returns the index of a socket. Indices follow the order in which the port's sockets began to listen.
 _DOORMAN, _GRPC = 0, 1
 
@@ -45,10 +40,6 @@ _PACE_S = 0.01
 _MAX_LOGGED = 20
 # While some names do not resolve, look them up this often, even if nobody connects.
 _LOOKUP_PERIOD_S = 5.0
-
-
-class FilterError(Exception):
-    """The kernel does not support filters that choose among a port's sockets."""
 
 
 class Doorman:
@@ -64,7 +55,6 @@ class Doorman:
 
     Raises:
         OSError: The doorman cannot listen on the address.
-        FilterError: The kernel does not support the filter.
     """
 
     def __init__(self, host: str, port: int, peers: TrustedPeers) -> None:
@@ -73,23 +63,23 @@ class Doorman:
         self._networks: list[Network] = []
         self._closed = threading.Event()
         self._socket = _like_grpc(host, port)
-        try:
-            self._admit(peers.networks)
-            self._socket.listen(_BACKLOG)
-        except BaseException:
-            self._socket.close()
-            raise
         self.address = _numeric(self._socket)
+        self._admit(peers.networks)
+        if not self._closed.is_set():
+            self._socket.listen(_BACKLOG)
         self._thread = threading.Thread(target=self._receive_strangers, name="doorman", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening. Stop gRPC first: otherwise, it would receive connections from untrusted clients."""
-        self._closed.set()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._stop_listening()
         self._thread.join()
         self._socket.close()
+
+    def _stop_listening(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(OSError):  # it may not listen
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _receive_strangers(self) -> None:
         self._peers.refresh()
@@ -124,21 +114,24 @@ class Doorman:
             logger.warning("Refused a connection: %s", self._peers.refusal(address))
 
     def _admit(self, networks: Sequence[Network]) -> None:
-        """Have the kernel pass connections from these networks to gRPC, and all others to the doorman."""
+        """Have the kernel pass connections from these networks to gRPC, and all others to the doorman.
+
+        Some kernels have no such filter, and all limit its size (4096 instructions). The doorman then stops listening,
+        so that gRPC gets all connections.
+        """
         if list(networks) == self._networks:
             return
         try:
             _attach(self._socket, program(networks))
         except OSError as error:
-            if error.errno not in _TOO_LONG:
-                raise FilterError(error.strerror) from error
             logger.warning(
-                "This data host trusts %d addresses, more than the kernel's filter holds, so it accepts connections "
-                "from any address. Only the job's token keeps others out. For mutual TLS, set "
-                "data_service.tls_authority.",
+                "This data host accepts connections from all addresses: the kernel takes no filter for the %d "
+                "addresses that it trusts (%s). Only the job's token keeps others out; mutual TLS "
+                "(data_service.tls_authority) would, too.",
                 len(networks),
+                error.strerror,
             )
-            _attach(self._socket, program(EVERYONE))
+            self._stop_listening()
         self._networks = list(networks)
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_sm.data.protocol import grpc_transport
-from lightning_sm.data.server.doorman import Doorman, FilterError
+from lightning_sm.data.server.doorman import Doorman
 from lightning_sm.data.server.peers import TrustedPeers
 from lightning_sm.data.settings import HostSettings
-
-logger = logging.getLogger(__name__)
 
 # For each opening, each worker needs descriptors for a connection and a ring.
 _RESERVED_DESCRIPTORS = 1024
@@ -37,14 +34,17 @@ class Listener:
     def __init__(self, handlers: Mapping[str, Any], settings: HostSettings, peers: TrustedPeers) -> None:
         # gRPC logs a line for every malformed connection, so untrusted clients could fill the log.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-        self._doorman = None if peers.trainers_show_certificates else _doorman(settings.address, peers)
+        host, _, port = settings.address.rpartition(":")
+        try:
+            self._doorman = None if peers.trainers_show_certificates else Doorman(host.strip("[]"), int(port), peers)
+        except OSError as error:
+            raise grpc_transport.cannot_listen(settings.address, error) from error
         max_connections = _max_connections(_raise_descriptor_limit())
         self._server = grpc_transport.make_server(
             handlers, settings.credentials, settings.name, max_connections, shares_port=self._doorman is not None
         )
         where = settings.address if self._doorman is None else self._doorman.address
         bound = grpc_transport.bind(self._server, where, settings.credentials)
-        host = settings.address.rpartition(":")[0]
         self.address = f"{host}:{bound.rpartition(':')[2]}"
 
     def start(self) -> None:
@@ -57,26 +57,6 @@ class Listener:
         self._server.stop(timeout_s or None).wait()
         if self._doorman is not None:
             self._doorman.close()
-
-
-def _doorman(address: str, peers: TrustedPeers) -> Doorman | None:
-    """Return the doorman for an address, or None if the kernel does not support the doorman's filter.
-
-    Raises:
-        DataSettingsError: The doorman cannot listen on the address.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        return Doorman(host.strip("[]"), int(port), peers)
-    except FilterError as error:
-        logger.warning(
-            "This data host accepts connections from all addresses: the kernel has no filter for them (%s). Only the "
-            "job's token keeps others out; mutual TLS (data_service.tls_authority) would, too.",
-            error,
-        )
-        return None
-    except OSError as error:
-        raise grpc_transport.cannot_listen(address, error) from error
 
 
 def _raise_descriptor_limit() -> int:
