@@ -18,26 +18,22 @@ class Openings:
     Args:
         send: Sends a message to the main process.
         has_source: Returns whether the main process has the source with this digest.
-        changed: Called when ``live`` has changed.
+        set_live: Called, in order, with the names of the openings that have workers or will get them.
     """
 
     def __init__(
-        self, send: Callable[[Message], None], has_source: Callable[[str], bool], changed: Callable[[], None]
+        self,
+        send: Callable[[Message], None],
+        has_source: Callable[[str], bool],
+        set_live: Callable[[Collection[str]], None],
     ) -> None:
         self._send = send
         self._has_source = has_source
-        self._changed = changed
+        self._set_live = set_live
         self._condition = threading.Condition()
         self._wanted: dict[str, dict[str, Opening]] = {}  # by rank and name
         self._running: set[str] = set()
         self._opened: dict[str, Failure | CallResult | None] = {}
-
-    @property
-    def live(self) -> Collection[str]:
-        """Names of the openings that have workers or will get them."""
-        with self._condition:
-            opened = {name for name, outcome in self._opened.items() if not isinstance(outcome, Failure)}
-            return self._running | opened
 
     @property
     def sources(self) -> set[str]:
@@ -58,8 +54,7 @@ class Openings:
         wanted = {opening.name: opening for opening in request.openings}
         with self._condition:
             self._wanted[request.client] = wanted
-        self._close_unwanted()
-        with self._condition:
+            self._close_unwanted()
             missing = []
             for name, opening in wanted.items():
                 if name in self._running or name in self._opened:
@@ -68,6 +63,7 @@ class Openings:
                     missing.append(opening.source)
                 elif not missing:  # in order, because a hook call changes what later openings see
                     self._running.add(name)
+                    self._report_live()  # before the rank learns that the opening is ready, and sends requests
                     self._send(StartWorkers(opening))
             self._condition.wait_for(lambda: not self._running & wanted.keys(), timeout_s)
             outcomes = {name: self._opened[name] for name in wanted if name in self._opened}
@@ -84,27 +80,27 @@ class Openings:
             self._running.discard(message.name)
             self._opened[message.name] = message.outcome
             self._condition.notify_all()
-        if isinstance(message.outcome, Failure):
-            self._changed()
-        self._close_unwanted()  # the rank may have exited in the meantime
+            self._report_live()
+            self._close_unwanted()  # the rank may have exited in the meantime
 
     def keep(self, clients: Collection[str]) -> None:
         """Forget all ranks except ``clients``: the others have finished, or their leases have expired."""
         with self._condition:
-            gone = self._wanted.keys() - clients
-            for client in gone:
-                del self._wanted[client]
-        if gone:
-            self._close_unwanted()
+            if gone := self._wanted.keys() - clients:
+                for client in gone:
+                    del self._wanted[client]
+                self._close_unwanted()
 
     def _close_unwanted(self) -> None:
-        with self._condition:
-            wanted = set(chain.from_iterable(self._wanted.values()))
-            # The main process would close the ones that it is opening now, too, although they may be wanted by then.
-            unwanted = set() if self._running else self._opened.keys() - wanted
-            for name in unwanted:
-                del self._opened[name]
-            if unwanted:
-                self._send(KeepOpenings(sorted(wanted)))
+        wanted = set(chain.from_iterable(self._wanted.values()))
+        # The main process would close the ones that it is opening now, too, although they may be wanted by then.
+        unwanted = set() if self._running else self._opened.keys() - wanted
+        for name in unwanted:
+            del self._opened[name]
         if unwanted:
-            self._changed()
+            self._send(KeepOpenings(sorted(wanted)))
+            self._report_live()
+
+    def _report_live(self) -> None:
+        opened = {name for name, outcome in self._opened.items() if not isinstance(outcome, Failure)}
+        self._set_live(self._running | opened)

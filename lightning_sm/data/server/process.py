@@ -65,8 +65,7 @@ class ServerProcess:
         self._leasing = threading.Lock()
         self._loading = threading.Lock()
         self._snapshots = snapshots
-        self._keeping = threading.Lock()
-        self._openings = Openings(self._send, lambda digest: digest in self._snapshots, self._keep_workers)
+        self._openings = Openings(self._send, lambda digest: digest in self._snapshots, self._pool.keep)
         self._figures: dict[str, RankFigures] = {}  # by trainer rank
         self._peers = TrustedPeers(settings)
         self._handlers = {
@@ -115,12 +114,7 @@ class ServerProcess:
                 with self._leasing:
                     self._leases.expect_no_more()
             case host_messages.StartedWorkers():
-                self._keep_workers()  # before ``take`` tells ranks that the opening is ready, and they send requests
                 self._openings.take(message)
-
-    def _keep_workers(self) -> None:
-        with self._keeping:  # so that an older set never replaces a newer one
-            self._pool.keep(self._openings.live)
 
     def _send(self, message: Message) -> None:
         try:
