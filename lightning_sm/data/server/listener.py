@@ -22,7 +22,6 @@ class Listener:
     Args:
         handlers: RPC handlers by method name.
         settings: Address, credentials and trusted machines.
-        peers: The trusted machines.
 
     Attributes:
         address: The address with the actual port.
@@ -31,24 +30,21 @@ class Listener:
         DataSettingsError: The server cannot listen on the address, or a TLS file is invalid.
     """
 
-    def __init__(self, handlers: Mapping[str, Any], settings: HostSettings, peers: TrustedPeers) -> None:
+    def __init__(self, handlers: Mapping[str, Any], settings: HostSettings) -> None:
         # gRPC logs a line for every malformed connection, so untrusted clients could fill the log.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        is_mutual = settings.credentials.tls_authority is not None  # trainers are trusted by their certificates
         host, _, port = settings.address.rpartition(":")
         try:
-            self._doorman = None if peers.trainers_show_certificates else Doorman(host.strip("[]"), int(port), peers)
+            self._doorman = None if is_mutual else Doorman(host.strip("[]"), int(port), TrustedPeers(settings))
         except OSError as error:
             raise grpc_transport.cannot_listen(settings.address, error) from error
-        max_connections = _max_connections(_raise_descriptor_limit())
         self._server = grpc_transport.make_server(
-            handlers, settings.credentials, settings.name, max_connections, shares_port=self._doorman is not None
+            handlers, settings.credentials, settings.name, _max_connections(), shares_port=self._doorman is not None
         )
         where = settings.address if self._doorman is None else self._doorman.address
         bound = grpc_transport.bind(self._server, where, settings.credentials)
         self.address = f"{host}:{bound.rpartition(':')[2]}"
-
-    def start(self) -> None:
-        """Accept connections."""
         self._server.start()
 
     def stop(self, timeout_s: float) -> None:
@@ -59,13 +55,8 @@ class Listener:
             self._doorman.close()
 
 
-def _raise_descriptor_limit() -> int:
-    """Raise the limit on open descriptors to the hard limit, and return the hard limit."""
+def _max_connections() -> int:
+    """Raise the limit on open descriptors, and return how many connections leave enough of them for the workers."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
-
-
-def _max_connections(num_descriptors: int) -> int:
-    """Return how many connections may be open while enough descriptors remain for the workers."""
-    return num_descriptors - min(num_descriptors // 2, _RESERVED_DESCRIPTORS)
+    return hard - min(hard // 2, _RESERVED_DESCRIPTORS)

@@ -31,7 +31,7 @@ class TrustedPeers:
     replacement host has a new address.
 
     Args:
-        settings: Names, addresses and networks that the data host trusts, and the host's name and credentials.
+        settings: Names, addresses and networks that the data host trusts, and the host's name.
     """
 
     def __init__(self, settings: HostSettings) -> None:
@@ -41,8 +41,6 @@ class TrustedPeers:
         self._found: dict[str, list[Network]] = {}
         self._own = [_network(address) for address in _own_addresses()]
         self._next_refresh = 0.0
-        #: Whether trainers are trusted by certificate rather than by address.
-        self.trainers_show_certificates = settings.credentials.tls_authority is not None
 
     @property
     def networks(self) -> list[Network]:

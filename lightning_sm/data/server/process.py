@@ -26,7 +26,6 @@ from lightning_sm.data.protocol.spec import snapshot_hash
 from lightning_sm.data.server.leases import Leases
 from lightning_sm.data.server.listener import Listener
 from lightning_sm.data.server.openings import Openings
-from lightning_sm.data.server.peers import TrustedPeers
 from lightning_sm.data.server.stream import fetch
 from lightning_sm.data.server.worker_pool import WorkerPool
 from lightning_sm.data.settings import HostSettings
@@ -67,7 +66,6 @@ class ServerProcess:
         self._snapshots = snapshots
         self._openings = Openings(self._send, lambda digest: digest in self._snapshots, self._pool.keep)
         self._figures: dict[str, RankFigures] = {}  # by trainer rank
-        self._peers = TrustedPeers(settings)
         self._handlers = {
             "OpenSources": grpc.unary_unary_rpc_method_handler(self._open_sources),
             "Load": grpc.stream_unary_rpc_method_handler(self._load),
@@ -79,11 +77,10 @@ class ServerProcess:
     def run(self) -> None:
         """Serve until the main process closes the connection."""
         try:
-            listener = Listener(self._handlers, self._settings, self._peers)
+            listener = Listener(self._handlers, self._settings)
         except DataSettingsError as error:
             self._send(host_messages.Finished(str(error), is_error=True))
             return
-        listener.start()
         self._send(host_messages.Listening(listener.address))
         while True:
             try:

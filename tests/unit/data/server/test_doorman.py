@@ -13,6 +13,7 @@ import time
 import grpc
 import pytest
 
+from lightning_sm.data.protocol import grpc_transport
 from lightning_sm.data.protocol.probe import REFUSED, diagnose
 from lightning_sm.data.server import doorman, peers
 from lightning_sm.data.server.listener import Listener
@@ -34,8 +35,7 @@ def listening(*trusted, address="127.0.0.1:0", look_up=None, credentials=KNOWN):
         patched.setattr(peers, "_own_addresses", lambda: ["127.0.0.1", "::1"])
         if look_up is not None:
             patched.setattr(peers, "_look_up", look_up)
-        listener = Listener({"Status": handler}, settings, peers.TrustedPeers(settings))
-        listener.start()
+        listener = Listener({"Status": handler}, settings)
         try:
             yield listener.address
         finally:
@@ -133,11 +133,14 @@ def test_a_port_can_be_used_again_at_once():
         assert greeting(address, STRANGER) == REFUSED
 
 
-def test_with_mutual_tls_any_address_may_connect(tmp_path):
+def test_with_mutual_tls_any_address_may_connect(tmp_path, monkeypatch):
     """With mutual TLS, the handshake checks the trainer's certificate instead of its address."""
+    monkeypatch.setattr(grpc_transport, "bind", lambda *_: "127.0.0.1:1")
     mutual = Credentials("job", "token", *(str(tmp_path / name) for name in "abc"))
     settings = HostSettings("127.0.0.1:0", 1, 1, None, None, "algo-3", mutual)
-    assert peers.TrustedPeers(settings).trainers_show_certificates
+    listener = Listener({}, settings)
+    assert listener._doorman is None
+    listener.stop(0)
 
 
 def test_a_kernel_without_filters_leaves_the_port_open_and_says_so(monkeypatch, caplog):

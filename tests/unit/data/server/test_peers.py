@@ -65,13 +65,6 @@ def test_own_addresses_hosts_of_the_job_and_the_users_networks_are_trusted(names
     assert trusted.admits(address) is is_trusted
 
 
-def test_a_certificate_is_as_good_as_an_address(names):
-    """Trainers show certificates, which gRPC verifies, only if the data host has an authority."""
-    authority = {"tls_certificate": "c", "tls_key": "k", "tls_authority": "a"}
-    assert names.peers(**authority).trainers_show_certificates
-    assert not names.peers(tls_certificate="c", tls_key="k").trainers_show_certificates
-
-
 def test_the_refusal_names_the_address_the_hosts_and_the_setting(names):
     """The refusal names the address, the trusted hosts and the setting that would admit it."""
     names.known = {"algo-1": ["10.0.0.1"], "algo-2": ["10.0.0.2"]}
