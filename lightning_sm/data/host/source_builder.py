@@ -57,21 +57,22 @@ class WorkerPlace(NamedTuple):
     num_workers: int
 
 
-def builder_of(source: WorkerSource, stream: StreamWorker | None, place: WorkerPlace) -> Builder:
-    """Return the batch builder for a worker.
+def builder_of(source: WorkerSource, stream: StreamWorker | None, place: WorkerPlace, notes: WorkerNotes) -> Builder:
+    """Return the batch builder for a worker, after running the user's ``worker_init_fn``.
 
     Args:
         source: The source.
         stream: The ``DataLoader`` worker that this worker acts as; None if the dataset is indexed.
         place: Place of the worker.
+        notes: This process's notes, which name its current sample.
     """
     if source.trainer is not None:
         for part in reachable(*source.parts().values()):
             if isinstance(part, TrainerView):
                 part.update(source.trainer)
     if stream is not None:
-        return StreamBuilder(source, stream)
-    return IndexedBuilder(source, place)
+        return StreamBuilder(source, stream, notes)
+    return IndexedBuilder(source, place, notes)
 
 
 class IndexedBuilder:
@@ -80,36 +81,31 @@ class IndexedBuilder:
     Args:
         source: The source.
         place: Place of the worker.
+        notes: This process's notes, which name its current sample.
     """
 
-    def __init__(self, source: WorkerSource, place: WorkerPlace) -> None:
+    def __init__(self, source: WorkerSource, place: WorkerPlace, notes: WorkerNotes) -> None:
         self._source = source
-        self._number = place.number
+        self._notes = notes
+        self._world = RankWorld()
         # Each worker on each host has a different seed.
         seed = _hash(f"{place.host}/{place.number}/{source.name}".encode()) % (1 << 31)
-        self._info = _worker_info(place.number, place.num_workers, seed, source.dataset)
-        self._world = RankWorld()
-        self._held: HeldGenerators
-        self._has_searched_again = False
-
-    def enter(self, notes: WorkerNotes) -> None:
-        """Set the result of ``get_worker_info()``, and run the user's ``worker_init_fn``."""
-        _show_worker_info(self._info)
+        _show_worker_info(place.number, place.num_workers, seed, source.dataset)
         # Lightning's worker_init_fn only sets seeds, which ``build`` does for each batch.
-        if not self._source.has_ranks:
+        if not source.has_ranks:
             notes.set_text("worker_init_fn")
             # Generators that it creates from torch.initial_seed() must differ between workers, as in a DataLoader.
-            seed_all(self._info.seed)
-            self._source.init_worker(self._number, 0)
-        self._held = HeldGenerators(self._source.dataset, self._source.collate_fn)
+            seed_all(seed)
+            source.init_worker(place.number, 0)
+        self._held = HeldGenerators(source.dataset, source.collate_fn)
+        self._has_searched_again = False
 
-    def build(self, encoded_spec: bytes, memory: memoryview, notes: WorkerNotes) -> list[EncodedBatch] | StreamEnd:
+    def build(self, encoded_spec: bytes, memory: memoryview) -> list[EncodedBatch] | StreamEnd:
         """Build the batches of a request, each from its index.
 
         Args:
             encoded_spec: The request.
             memory: The slot for the batches.
-            notes: This process's notes, which name its current sample.
 
         Raises:
             BatchTypeError: A batch cannot be pickled.
@@ -117,28 +113,28 @@ class IndexedBuilder:
         """
         spec = FetchSpec.decode(encoded_spec)
         self._world.show(spec.rank, spec.world_size)
-        builds = (partial(self._batch, spec, number, notes) for number in range(spec.num_batches))
+        builds = (partial(self._batch, spec, number) for number in range(spec.num_batches))
         batches = _encode_batches(memory, builds)
         if not self._has_searched_again:  # code may create its generators on first use
             self._held.search_again()
             self._has_searched_again = True
         return batches
 
-    def _batch(self, spec: FetchSpec, number: int, notes: WorkerNotes, arena: Arena) -> Any:
-        source = self._source
+    def _batch(self, spec: FetchSpec, number: int, arena: Arena) -> Any:
+        source, notes = self._source, self._notes
         notes.set_text("unpickling what the sampler yielded")
         index = pickle.loads(spec.indices[number])  # noqa: S301  # from a trainer that knows the token
         # Include the rank, because the ranks of a job often have the same base seed.
         seed = _hash(_BATCH_KEY.pack(spec.seed, spec.rank, spec.first + number))
         seed_all(seed)
         self._held.seed(seed)
-        samples = self._samples(index, notes)
+        samples = self._samples(index)
         notes.set_text(f"the collate function, for {_shown(index)}")
         return collate_into(source.collate_fn, samples, arena) if source.is_batched else source.collate_fn(samples)
 
-    def _samples(self, index: Any, notes: WorkerNotes) -> Any:
+    def _samples(self, index: Any) -> Any:
         """Fetch the samples to collate, as torch's ``_MapDatasetFetcher`` does."""
-        dataset = self._source.dataset
+        dataset, notes = self._source.dataset, self._notes
         notes.set_text(_shown(index))
         if not self._source.is_batched:
             return dataset[index]
@@ -160,47 +156,42 @@ class StreamBuilder:
     Args:
         source: The source.
         stream: The ``DataLoader`` worker that this worker acts as.
+        notes: This process's notes, which name its current batch.
     """
 
-    def __init__(self, source: WorkerSource, stream: StreamWorker) -> None:
+    def __init__(self, source: WorkerSource, stream: StreamWorker, notes: WorkerNotes) -> None:
         self._source = source
         self._stream = stream
-        self._fetcher: Any = None
+        self._notes = notes
         self._pass = 0
-        self._num_built = 0
-        self._has_ended = False
-
-    def enter(self, notes: WorkerNotes) -> None:
-        """Seed this process and run ``worker_init_fn``, in the same order as torch's ``_worker_loop``."""
-        source, stream = self._source, self._stream
-        world = RankWorld()
-        world.show(stream.rank, stream.world_size)
+        RankWorld().show(stream.rank, stream.world_size)
+        # Seed and run worker_init_fn in the same order as torch's _worker_loop.
         seed = stream.seed + stream.number
         random.seed(seed)
         torch.manual_seed(seed)
         torch_worker: Any = _utils.worker
         np.random.seed(torch_worker._generate_state(stream.seed, stream.number))
-        _show_worker_info(_worker_info(stream.number, stream.num_workers, seed, source.dataset))
+        _show_worker_info(stream.number, stream.num_workers, seed, source.dataset)
         notes.set_text("worker_init_fn")
         source.init_worker(stream.number, stream.rank)
-        self._open(notes)
+        self._open()
 
-    def _open(self, notes: WorkerNotes) -> None:
-        notes.set_text("iter(dataset)")
+    def _open(self) -> None:
+        self._notes.set_text("iter(dataset)")
         source = self._source
         kinds: Any = _DatasetKind
-        self._fetcher = kinds.create_fetcher(
+        self._fetcher: Any = kinds.create_fetcher(
             kinds.Iterable, source.dataset, source.is_batched, source.collate_fn, source.drop_last
         )
         self._num_built, self._has_ended = 0, False
 
-    def build(self, encoded_spec: bytes, memory: memoryview, notes: WorkerNotes) -> list[EncodedBatch] | StreamEnd:
+    def build(self, encoded_spec: bytes, memory: memoryview) -> list[EncodedBatch] | StreamEnd:
         """Build the batches of a request, after skipping any earlier batches that this process has not built."""
         spec = FetchSpec.decode(encoded_spec)
         if (spec.seed, spec.first) < (self._pass, self._num_built):
             # A batch was lost in transit, or user code has raised, and a stream cannot go back. Exit: a new process
             # starts over and skips ahead.
-            notes.set_text(f"its own request, to start a stream over and skip to batch {spec.first}")
+            self._notes.set_text(f"its own request, to start a stream over and skip to batch {spec.first}")
             os._exit(0)
         # A persistent worker starts a new pass here, and first builds what torch's worker would have built ahead: its
         # random numbers depend on that. A process that replaces another is too far behind, and reads nothing of
@@ -210,16 +201,16 @@ class StreamBuilder:
         while self._pass < spec.seed:
             with suppress(Exception):  # torch drops errors in batches that nobody wants, too
                 while self._num_built < due.get(self._pass, 0) and not self._has_ended:
-                    self._next(notes)
-            self._open(notes)
+                    self._next()
+            self._open()
             self._pass += 1
         while self._num_built < spec.first:
-            if isinstance(self._next(notes), StreamEnd):
+            if isinstance(self._next(), StreamEnd):
                 return StreamEnd(self._num_built)
-        return _encode_batches(memory, (lambda _: self._next(notes) for _ in range(spec.num_batches)))
+        return _encode_batches(memory, (lambda _: self._next() for _ in range(spec.num_batches)))
 
-    def _next(self, notes: WorkerNotes) -> Any:
-        notes.set_text(f"batch {self._num_built} of worker {self._stream.number} of {self._stream.num_workers}")
+    def _next(self) -> Any:
+        self._notes.set_text(f"batch {self._num_built} of worker {self._stream.number} of {self._stream.num_workers}")
         if not self._has_ended:
             number, self._num_built = self._num_built, _UNUSABLE
             try:
@@ -261,15 +252,10 @@ def _hash(key: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
-def _worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> Any:
-    """Return what ``torch.utils.data.get_worker_info()`` would return in a ``DataLoader`` worker."""
+def _show_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> None:
+    """Set what ``torch.utils.data.get_worker_info()`` returns."""
     torch_worker: Any = _utils.worker
-    return torch_worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
-
-
-def _show_worker_info(info: Any) -> None:
-    torch_worker: Any = _utils.worker
-    torch_worker._worker_info = info
+    torch_worker._worker_info = torch_worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
 
 
 def _shown(index: Any) -> str:

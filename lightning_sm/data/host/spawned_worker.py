@@ -22,18 +22,21 @@ from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.openings import StreamWorker
 
 
-def load_builder(snapshot: int, stream: StreamWorker | None, place: WorkerPlace) -> Builder:
+def load_builder(snapshot: int, stream: StreamWorker | None, place: WorkerPlace, notes: WorkerNotes) -> Builder:
     """Unpickle a source, and return the batch builder for a worker.
 
     Args:
         snapshot: Descriptor of the source's memory.
         stream: The ``DataLoader`` worker that this worker acts as; None if the dataset is indexed.
         place: Place of the worker.
+        notes: The worker's notes.
     """
-    return builder_of(load_from_trainers(snapshot, "a dataset from the trainers"), stream, place)
+    return builder_of(load_from_trainers(snapshot, "a dataset from the trainers"), stream, place, notes)
 
 
-def run_spawned_worker(requests: socket.socket, ring: Ring, load: Callable[[], Builder], notes: WorkerNotes) -> None:
+def run_spawned_worker(
+    requests: socket.socket, ring: Ring, load: Callable[[WorkerNotes], Builder], notes: WorkerNotes
+) -> None:
     """Run ``run_worker`` in a process that multiprocessing has spawned, with the same arguments."""
     show_log_lines()
     show_world_of_one()

@@ -32,13 +32,13 @@ _LONG_S = 30.0
 _LONG_FACTOR = 2.0
 
 
-def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder], notes: WorkerNotes) -> None:
+def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[WorkerNotes], Builder], notes: WorkerNotes) -> None:
     """Serve requests until the other end of the socket is closed.
 
     Args:
         requests: Connection to the server process.
         ring: The slots for finished batches.
-        load: Returns the batch builder.
+        load: Returns the batch builder, which keeps these notes.
         notes: The worker's notes for its parent.
     """
     kill_with_parent()
@@ -50,8 +50,7 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
     longest_s = 0.0
     notes.set_text("unpickling the dataset")
     try:
-        builder = load()
-        builder.enter(notes)
+        builder = load(notes)
     except BaseException as error:  # noqa: BLE001  # every request is answered with this error from the user's code
         builder = Failure.of(error, notes.place())
     notes.clear()
@@ -79,7 +78,7 @@ def _build_range(
     started = time.perf_counter()
     memory = ring.slot(request.slot)
     try:
-        built = builder.build(request.encoded_spec, memory, notes)
+        built = builder.build(request.encoded_spec, memory)
         if isinstance(built, StreamEnd):
             return built
     except (BatchTypeError, BatchTooLargeError) as error:
