@@ -16,11 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-# The modules ``random`` and ``np.random`` have the methods of their global generators.
-GLOBALS: tuple[Any, ...] = (random, np.random, torch.default_generator)
-
-# The global generators themselves, found through their bound methods.
-_OBJECTS_OF_GLOBALS = (random.random.__self__, np.random.random_sample.__self__, torch.default_generator)  # type: ignore[attr-defined]
+# The global generators; those of ``random`` and ``np.random`` are found through their bound methods.
+_GLOBALS = (random.random.__self__, np.random.random_sample.__self__, torch.default_generator)  # type: ignore[attr-defined]
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
@@ -58,7 +55,7 @@ def seed_generator(generator: Any, seed: int) -> None:
     elif isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         bits.state = _state_of_pcg64(seed) if type(bits) is np.random.PCG64 else type(bits)(seed).state
-    elif generator is np.random or isinstance(generator, np.random.RandomState):
+    elif isinstance(generator, np.random.RandomState):
         try:
             # Avoid the last 32 bits, which torch uses: with equal seeds, NumPy and torch would draw the same bits.
             generator.seed((seed * _STEP >> 32) & 0xFFFFFFFF)
@@ -81,7 +78,7 @@ def _state_of_pcg64(seed: int) -> dict[str, Any]:
 
 def seed_all(seed: int) -> None:
     """Seed the global generators of ``random``, NumPy and torch with 64 bits."""
-    for generator in GLOBALS:
+    for generator in _GLOBALS:
         seed_generator(generator, seed)
 
 
@@ -155,7 +152,7 @@ def _walk(owners: Iterable[object]) -> Iterator[tuple[_Place, Any]]:
 
 
 def _is_held(value: Any) -> bool:
-    return isinstance(value, _KINDS) and not any(value is other for other in _OBJECTS_OF_GLOBALS)
+    return isinstance(value, _KINDS) and not any(value is other for other in _GLOBALS)
 
 
 def _places_in(value: Any) -> Iterator[_Place]:
