@@ -10,7 +10,7 @@ import traceback
 
 from lightning_sm._collector import freeze_imports, pause_collector
 from lightning_sm._log import show_log_lines
-from lightning_sm.data.ipc.host_messages import Listening, Serve, StartFailed
+from lightning_sm.data.ipc.host_messages import Finished, Listening, Serve
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import run_and_exit
 
@@ -34,7 +34,7 @@ def main() -> None:
     try:
         MainProcess(serve.settings, lambda address: owner.send(Listening(address))).serve(until=owner)
     except Exception as error:
-        owner.send(StartFailed("".join(traceback.format_exception(error))))
+        owner.send(Finished("".join(traceback.format_exception(error)), is_error=True))
         raise
 
 

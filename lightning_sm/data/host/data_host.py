@@ -9,7 +9,7 @@ import sys
 import threading
 from types import TracebackType
 
-from lightning_sm.data.ipc.host_messages import Listening, Serve, StartFailed
+from lightning_sm.data.ipc.host_messages import Finished, Listening, Serve
 from lightning_sm.data.ipc.messages import MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.tls import read_tls
@@ -85,7 +85,6 @@ class DataHost:
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: MessageSocket | None = None
-        self._is_listening = False
 
     def __enter__(self) -> DataHost:
         """Start the processes, and wait until they listen.
@@ -95,26 +94,22 @@ class DataHost:
             DataServiceError: The host does not start, for example because its address is in use.
             NeedsLinuxError: This system is not Linux.
         """
-        process, sock = self._start()
-        try:
-            lightning = [name for name in sys.modules if name in _LIGHTNING]
-            sock.send(Serve(self._settings, lightning))
-            answer = sock.receive(_START_TIMEOUT_S)
-        except NothingReceivedError as error:
-            self.close()
-            raise DataServiceError(
-                f"The data host at {self.address} is not listening after {_START_TIMEOUT_S:g} s: its process "
-                "is still importing torch and Lightning. Start it on a less busy machine."
-            ) from error
-        except BaseException:
-            self.close()
-            raise
-        if not isinstance(answer, Listening):
-            text = answer.text if isinstance(answer, StartFailed) else describe_exit(process.wait())
-            self.close()
-            raise DataServiceError(f"The data host at {self.address} did not start:\n{text}")
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            process, sock = self._start()
+            sock.send(Serve(self._settings, [name for name in sys.modules if name in _LIGHTNING]))
+            try:
+                answer = sock.receive(_START_TIMEOUT_S)
+            except NothingReceivedError as error:
+                raise DataServiceError(
+                    f"The data host at {self.address} is not listening after {_START_TIMEOUT_S:g} s: its process "
+                    "is still importing torch and Lightning. Start it on a less busy machine."
+                ) from error
+            if not isinstance(answer, Listening):
+                text = answer.reason if isinstance(answer, Finished) else describe_exit(process.wait())
+                raise DataServiceError(f"The data host at {self.address} did not start:\n{text}")
+            on_error.pop_all()
         self.address = answer.address
-        self._is_listening = True
         return self
 
     def _start(self) -> tuple[subprocess.Popen[bytes], MessageSocket]:
@@ -140,10 +135,8 @@ class DataHost:
         """Stop the processes of the host."""
         if self._process is None or self._socket is None:
             return
-        if not self._is_listening:
-            self._process.kill()  # while importing, it would not notice the closed connection
-        with contextlib.suppress(OSError):
-            self._socket.close()
+        self._process.terminate()  # while importing, it would not notice the closed connection
+        self._socket.close()
         try:
             self._process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -32,12 +32,6 @@ class Listening(Message, frozen=True):
     address: str
 
 
-class StartFailed(Message, frozen=True):
-    """The data host cannot serve."""
-
-    text: str
-
-
 class Finished(Message, frozen=True):
     """The reason that a data host stops serving.
 
