@@ -18,9 +18,6 @@ REFUSED = b"lightning_sm: this address is not trusted\n"
 _TIMEOUT_S = 2.0
 # A host without TLS sends first. A host that sends nothing for this long may be waiting for a TLS handshake.
 _SILENCE_S = 1.0
-# HTTP/2 begins with a SETTINGS frame: 3 bytes of length, type 4, flags, stream 0.
-_FRAME_HEAD_BYTES = 9
-_SETTINGS_TYPE = 4
 
 
 def diagnose(address: str, credentials: Credentials) -> str:
@@ -61,7 +58,8 @@ def _diagnose_plain(first: bytes, own_address: str, credentials: Credentials) ->
             f"the address is correct, add {own_address} to data_service.trust of the data hosts, or use mutual TLS. "
             "The log of the data host names the address and the hosts that it trusts"
         )
-    if credentials.tls_certificate is not None and _begins_http2(first):
+    # HTTP/2 begins with a SETTINGS frame: 3 bytes of length, type 4, flags, stream 0.
+    if credentials.tls_certificate is not None and first[3:4] == b"\4" and first[5:9] == bytes(4):
         ours = settings_text(credentials)
         return f"the data host does not use TLS, but this trainer has {ours}. Set data_service.tls_* on all hosts"
     return ""
@@ -76,7 +74,7 @@ def _first_bytes(address: str) -> tuple[bytes, str]:
     with _connect(address) as sock:
         sock.settimeout(_SILENCE_S)
         try:
-            first = _receive(sock, len(REFUSED))
+            first = sock.recv(len(REFUSED))
         except TimeoutError:
             return b"", ""
         if not first:
@@ -99,7 +97,7 @@ def _first_bytes_in_tls(address: str, certificate: str | None, key: str | None) 
         context.load_cert_chain(certificate, key, password="")
     with _connect(address) as sock, context.wrap_socket(sock) as secured:
         try:
-            return _receive(secured, _FRAME_HEAD_BYTES)
+            return secured.recv(1)
         except ssl.SSLError:  # an alert about the trainer's certificate
             return b""
 
@@ -107,16 +105,3 @@ def _first_bytes_in_tls(address: str, certificate: str | None, key: str | None) 
 def _connect(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     return socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT_S)
-
-
-def _receive(sock: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size and (part := sock.recv(size - len(received))):
-        received += part
-        if _begins_http2(received):
-            break
-    return received
-
-
-def _begins_http2(data: bytes) -> bool:
-    return len(data) >= _FRAME_HEAD_BYTES and data[3] == _SETTINGS_TYPE and not any(data[5:9])
