@@ -189,8 +189,7 @@ class MainProcess:
         self._selector.register(self._server, selectors.EVENT_READ, self._on_server_messages)
 
     def _on_server_messages(self) -> None:
-        server = self._server
-        for message in server.pending():
+        for message in self._server.pending():
             match message:
                 case host_messages.Listening(address):
                     # If the server process restarts, trainers must find it at the same address.
@@ -209,8 +208,6 @@ class MainProcess:
                         worker.process.kill()
                 case host_messages.Finished():
                     self._outcome = message
-        if server.is_at_end:
-            self._selector.unregister(server)
 
     def _on_server_exit(self, status: int) -> None:
         if self._outcome is not None:
@@ -221,8 +218,7 @@ class MainProcess:
             self._outcome = host_messages.Finished(reason, is_error=True)
             return
         logger.warning("The data host's gRPC server %s. Restarting it.", how)
-        if self._server.fileno() in {key.fd for key in self._selector.get_map().values()}:
-            self._selector.unregister(self._server)
+        self._selector.unregister(self._server)
         self._server.close()
         self._start_server()
 

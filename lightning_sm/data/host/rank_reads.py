@@ -42,9 +42,6 @@ class RanksRead:
     @contextmanager
     def noting_torch(self) -> Iterator[None]:
         """Also record the user's calls to ``torch.distributed.get_rank()`` and ``get_world_size()``."""
-        if not torch.distributed.is_available():
-            yield
-            return
         real = torch.distributed.get_rank, torch.distributed.get_world_size
         torch.distributed.get_rank = self._noted(real[0], self._ranks, "torch.distributed.get_rank()", least=0)
         torch.distributed.get_world_size = self._noted(

@@ -28,7 +28,7 @@ def show_world_of_one() -> None:
     os.environ.update(_VARIABLES)
     # Creating a process group replaces sys.excepthook for good. Restore it, or errors would be marked as rank 0's.
     excepthook = sys.excepthook
-    if torch.distributed.is_available() and not torch.distributed.is_initialized():
+    if not torch.distributed.is_initialized():
         _init_group()
     sys.excepthook = excepthook
 
@@ -65,8 +65,6 @@ class RankWorld:
             return
         self._shown = rank, world_size
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-        if not torch.distributed.is_available():
-            return
         if self._shown not in self._groups:
             # A group's rank is fixed, and creating a group takes 0.2 ms, so create one per rank, and switch groups.
             distributed_c10d._world.default_pg = None

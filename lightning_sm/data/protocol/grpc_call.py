@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from lightning_sm.data.protocol.frames import MAX_HEADER_BYTES
 from lightning_sm.data.protocol.grpc_status import CallError, CallStatus, error_in
 from lightning_sm.data.protocol.spec import CHUNK_BYTES
 from lightning_sm.errors import WireError
@@ -18,8 +17,9 @@ from lightning_sm.errors import WireError
 if TYPE_CHECKING:
     from lightning_sm.data.protocol.h2_connection import Http2Connection
 
-# Allow for the largest header, the first piece, and small answers in the same message.
-MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + CHUNK_BYTES + (1 << 20)
+# Allow for the largest header, which describes each large tensor or array in its batches, the first piece, and small
+# answers in the same message.
+MAX_MESSAGE_BYTES = (64 << 20) + CHUNK_BYTES + (1 << 20)
 
 _PREFIX = struct.Struct(">BI")  # "Length-Prefixed-Message": compressed flag and length
 

@@ -21,6 +21,9 @@ class Leases:
         now: The current time.
         may_restart: Whether to wait ``startup_timeout_s`` for trainers to restart after all have finished, however they
             exited: even a rank whose script calls ``sys.exit(1)`` reports that it has finished.
+
+    Attributes:
+        job_is_ending: Whether this host waits for no more trainers than those that are connected.
     """
 
     def __init__(
@@ -32,7 +35,7 @@ class Leases:
         self._last_seen: dict[str, float] = {}
         self._world_sizes: dict[str, int] = {}
         self._finished: set[str] = set()
-        self._job_is_ending = False
+        self.job_is_ending = False
         self._last_event = now
 
     def heartbeat(self, client: str, world_size: int, now: float) -> None:
@@ -70,10 +73,6 @@ class Leases:
         """Return whether a trainer has, or had, a lease."""
         return client in self._last_seen
 
-    def expect_no_more(self) -> None:
-        """Note that the job is ending: this host keeps serving the connected trainers, but waits for no others."""
-        self._job_is_ending = True
-
     def outcome(self, now: float) -> Finished | None:
         """Return why the host may exit, or None while it is still needed.
 
@@ -88,7 +87,7 @@ class Leases:
         done = {*lost, *self._finished}
         if len(done) < len(self._last_seen):
             return None
-        if not self._job_is_ending:
+        if not self.job_is_ending:
             # Wait for restarts. If the job is over, the launcher stops this host earlier.
             silent_s = now - self._last_event
             if silent_s < self._restart_s:
@@ -106,7 +105,7 @@ class Leases:
         return [client for client in seen if client not in self._finished]
 
     def _outcome_without_trainers(self, now: float) -> Finished | None:
-        if self._job_is_ending:
+        if self.job_is_ending:
             return Finished("the job was stopped before a trainer connected")
         limit_s = self._startup_timeout_s
         if limit_s is None or now - self._last_event < limit_s:

@@ -108,8 +108,7 @@ class ServerProcess:
             case host_messages.WorkerLost(worker, why):
                 self._pool.lose(worker, why)
             case host_messages.JobEnds():
-                with self._leasing:
-                    self._leases.expect_no_more()
+                self._leases.job_is_ending = True
             case host_messages.StartedWorkers():
                 self._openings.take(message)
 

@@ -1,5 +1,6 @@
 """Tests of when a data host's main process gives up its server process, with fake server processes."""
 
+import selectors
 import socket
 
 import pytest
@@ -24,6 +25,7 @@ class Main(MainProcess):
 
     def _start_server(self):
         self._server, self.other_end = map(MessageSocket, socket.socketpair())
+        self._selector.register(self._server, selectors.EVENT_READ)
 
     def end_server(self):
         """Let the server process exit, and return why the host gives up."""

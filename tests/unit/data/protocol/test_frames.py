@@ -153,8 +153,8 @@ def test_a_failure_is_a_traceback_at_most():
     """A failure may have a million characters in JSON's longest notation; a longer one is refused unread."""
     failure = b'{"error": "E", "where": "w", "text": "%s"}'
     assert len(parse_failure(memoryview(failure % (b"\\u1234" * (1 << 20)))).text) == 1 << 20
-    with pytest.raises(WireError, match=r"failure that a data host reported has \d+ bytes .*; 8388608 bytes"):
-        parse_failure(memoryview(failure % (b" " * (8 << 20))))
+    with pytest.raises(WireError, match=r"failure that a data host reported has \d+ bytes .*; 33554432 bytes"):
+        parse_failure(memoryview(failure % (b" " * (32 << 20))))
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_an_ending_job_waits_for_no_restart():
     """A stopped job does not restart: its data hosts exit with the last trainer."""
     leases = Leases(60.0, 900.0, now=0.0, may_restart=True)
     leases.heartbeat("rank 0", 1, now=100.0)
-    leases.expect_no_more()
+    leases.job_is_ending = True
     leases.finish("rank 0", now=101.0)
     assert leases.outcome(101.0) == Finished("the only rank has finished")
 
@@ -170,7 +170,7 @@ def test_an_ending_job_waits_for_no_rank_that_has_not_connected():
     """If one of two ranks never connects, an ending job's host exits with the other, even after more heartbeats."""
     leases = Leases(60.0, 900.0, now=0.0)
     leases.heartbeat("rank 0", 2, now=1.0)
-    leases.expect_no_more()
+    leases.job_is_ending = True
     leases.heartbeat("rank 0", 2, now=2.0)
     assert leases.outcome(3.0) is None
     leases.finish("rank 0", now=4.0)
@@ -182,7 +182,7 @@ def test_an_ending_job_ends_no_lease():
     leases = Leases(60.0, 900.0, now=0.0)
     for rank in range(2):
         leases.heartbeat(f"rank {rank}", 2, now=1.0)
-    leases.expect_no_more()
+    leases.job_is_ending = True
     leases.finish("rank 0", now=2.0)
     assert leases.outcome(60.0) is None
     assert leases.outcome(61.0) == Finished("both ranks have finished (lost connection)")
@@ -192,5 +192,5 @@ def test_a_job_that_ends_before_a_trainer_connected():
     """If the job ends before a trainer connects, the host exits at once without an error, with or without leases."""
     for lease_s in (60.0, None):
         leases = Leases(lease_s, 900.0, now=0.0)
-        leases.expect_no_more()
+        leases.job_is_ending = True
         assert leases.outcome(0.0) == Finished("the job was stopped before a trainer connected")
