@@ -105,20 +105,17 @@ class LogicalCheckpoint:
         """
         state = optimizer.state_dict()
         groups = self._names_by_group(optimizer)
-        names = dict(zip((i for group in state["param_groups"] for i in group["params"]), _flat(groups), strict=True))
+        names = _flat(groups)  # torch numbers parameters in this order
         named = {names[i]: entry for i, entry in state["state"].items()}
         parts = self._replica.gather((named, groups)) if self._is_written else None
         if parts is None:
             return state
         members = self._joined([groups for _, groups in parts])
         numbers = {name: i for i, name in enumerate(_flat(members))}
-        return {
-            "state": {numbers[name]: entry for entries, _ in parts for name, entry in entries.items()},
-            "param_groups": [
-                {**group, "params": [numbers[name] for name in names_of_group]}
-                for group, names_of_group in zip(state["param_groups"], members, strict=True)
-            ],
-        }
+        state["state"] = {numbers[name]: entry for entries, _ in parts for name, entry in entries.items()}
+        for group, names in zip(state["param_groups"], members, strict=True):
+            group["params"] = [numbers[name] for name in names]
+        return state
 
     def load_optimizer_state(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
         """Load the optimizer state of this rank's stage from the state for all parameters.
@@ -144,14 +141,12 @@ class LogicalCheckpoint:
         # That is the module's order, unless the script sorts them.
         numbered = (number for group in whole["param_groups"] for number in group["params"])
         numbers = dict(zip(_flat(members), numbered, strict=True))
-        own = {name: i for i, name in enumerate(_flat(groups))}
+        own = {numbers[name] for name in _flat(groups)}
         optimizer.load_state_dict(
             {
-                "state": {
-                    i: whole["state"][numbers[name]] for name, i in own.items() if numbers[name] in whole["state"]
-                },
+                "state": {number: entry for number, entry in whole["state"].items() if number in own},
                 "param_groups": [
-                    {**group, "params": [own[name] for name in names]}
+                    {**group, "params": [numbers[name] for name in names]}
                     for group, names in zip(whole["param_groups"], groups, strict=True)
                 ],
             }
