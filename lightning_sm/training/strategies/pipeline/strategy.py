@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, cast, get_args
@@ -133,7 +132,6 @@ class PipelineParallelStrategy(DDPStrategy):
         # The ranks of each replica, in the order of its stages.
         self._replicas: list[list[int]] = []
         self._cut_module: LightningModule | None = None
-        self._is_sync_blocked = False
         # Starting loaders draws random numbers only on the rank that fetches batches, so share its state afterwards.
         share = {f"on_{stage}_start": self._share_random_state for stage in ("train", "validation", "test", "predict")}
         self._shared_draws = LambdaCallback(**share)
@@ -490,20 +488,11 @@ class PipelineParallelStrategy(DDPStrategy):
             raise StrategyError(first)
 
     def _average(self, parameters: Sequence[Any]) -> None:
-        if self._is_sync_blocked:
+        if self._module.trainer.fit_loop._should_accumulate():
             return
         self._tied.collect_gradients()
         if len(self._replicas) > 1:
             average(self._tied.without_copies(parameters), self._data_group, len(self._replicas))
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Exchange no gradients while Lightning accumulates them."""
-        self._is_sync_blocked = True
-        try:
-            yield
-        finally:
-            self._is_sync_blocked = False
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step the optimizer, then copy tied parameters from the rank that owns them to the others.
