@@ -40,7 +40,8 @@ class Stage(nn.Module):
             StrategyError: The last layer returns something else, which stages cannot exchange.
         """
         if not self._is_first:
-            inputs = tuple(_Received.apply(tensor) for tensor in inputs)
+            # Copy them: the first layer may change its input in place, which torch refuses for what needs a gradient.
+            inputs = tuple(tensor.clone() for tensor in inputs)
         value: Any = inputs if len(inputs) > 1 else inputs[0]
         for i, layer in enumerate(self.layers):
             # Only the network's inputs are passed as several arguments; between layers, a tuple is one argument.
@@ -54,22 +55,6 @@ class Stage(nn.Module):
                 "tuple of at least two tensors. Change what the layer returns, or cut elsewhere with split=[...]."
             )
         return tree_map(torch.Tensor.contiguous, value)
-
-
-class _Received(torch.autograd.Function):
-    """A copy of a stage's input, with a contiguous gradient.
-
-    The copy is needed because the stage's first layer may change its input in place. torch sends the gradient
-    unchanged, but process groups send only contiguous tensors.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:
