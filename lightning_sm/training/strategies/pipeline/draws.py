@@ -26,31 +26,27 @@ class MatchedDraws(TorchDispatchMode):
 
     Args:
         given: For a replay, the candidates to replace each draw; the first that has the shape of the draw does. There
-            may be more draws, which are only recorded. A replay leaves the user's generators as they were before.
+            may be more draws, which are only recorded.
 
     Attributes:
         start: The default generators' states before the block; the result of ``random_state``.
         has_drawn: Whether the block has drawn any random numbers, also from Python's and NumPy's generators.
     """
 
-    def __init__(self, given: Sequence[Sequence[Tensor]] | None = None) -> None:
+    def __init__(self, given: Sequence[Sequence[Tensor]] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._given = given
         self._drawn: list[Tensor] = []  # one tensor for each draw
         self._permutations: set[int] = set()  # numbers of draws
-        self._generators: list[tuple[torch.Generator, Tensor]] = []  # the user's, with their states before each draw
         self._fits = True  # whether every draw with candidates was replaced
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one of torch's operations. Its tags tell whether it draws random numbers."""
-        generator = (kwargs or {}).get("generator")
-        if generator is not None and self._given is not None:
-            self._generators.append((generator, generator.get_state()))
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             for tensor in filter(torch.is_tensor, (result,) if isinstance(result, Tensor) else result):
                 number = len(self._drawn)
-                if self._given is not None and number < len(self._given):
+                if number < len(self._given):
                     fitting = [each for each in self._given[number] if each.shape == tensor.shape]
                     self._fits &= bool(fitting)
                     tensor.copy_((*fitting, tensor)[0])
@@ -69,8 +65,6 @@ class MatchedDraws(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._end = _other_states()
         self.has_drawn = bool(self._drawn) or random_state() != self.start
-        for generator, state in reversed(self._generators):
-            generator.set_state(state)
 
     def is_like(self, other: MatchedDraws) -> bool:
         """Return whether this block has drawn as often as another block, also from Python's and NumPy's generators."""

@@ -157,7 +157,7 @@ class StepLoss:
         parts = []
         for i, half in enumerate(zip(*(leaf.chunk(number) for leaf in leaves), strict=True)):
             if factors[i]:
-                parts.append(self._steps.draws(self._slice(first + i), self._rows) or MatchedDraws([]))
+                parts.append(self._steps.draws(self._slice(first + i), self._rows) or MatchedDraws())
                 with preserve_random_state(), torch.enable_grad():
                     apart = apart + self._loss(_whole(half), first + i, draws=parts[-1]) * factors[i]
         draws = MatchedDraws(MatchedDraws.of_parts(parts))
@@ -181,11 +181,12 @@ class StepLoss:
         )
         norm = _norm(expected)
         difference = _norm([ours - theirs for ours, theirs in zip(found, expected, strict=True)])
-        if math.isfinite(norm):  # infinite gradients are the user's: one process would have them, too
-            self._largest = max(self._largest, norm)
+        if not math.isfinite(norm):
+            return None  # infinite gradients are the user's: one process would have them, too
+        self._largest = max(self._largest, norm)
         dtypes = [value.dtype for value in (together, *trained)]
         tolerance = max(_TOLERANCE, _TOLERANCE_EPS * max(torch.finfo(dtype).eps for dtype in dtypes))
-        if not math.isfinite(norm) or difference <= max(tolerance * norm, _ROUNDING * self._largest):
+        if difference <= max(tolerance * norm, _ROUNDING * self._largest):
             return None
         differ = f", and the gradients differ by {difference:.2g} (norm {norm:.2g})"
         return self._wrong(first, number, together.item(), apart.item(), differ)

@@ -26,7 +26,7 @@ from lightning_sm.training.strategies.pipeline.step_effects import StepEffects
 
 # Attributes of these classes are copied, because steps may change them in place.
 _CONTAINERS = (list, dict, set, deque)
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 class _LeftError(BaseException):
