@@ -181,12 +181,11 @@ class StepLoss:
         )
         norm = _norm(expected)
         difference = _norm([ours - theirs for ours, theirs in zip(found, expected, strict=True)])
-        if not math.isfinite(norm):
-            return None  # infinite gradients are the user's: one process would have them, too
-        self._largest = max(self._largest, norm)
+        if math.isfinite(norm):  # infinite gradients are the user's: one process would have them, too
+            self._largest = max(self._largest, norm)
         dtypes = [value.dtype for value in (together, *trained)]
         tolerance = max(_TOLERANCE, _TOLERANCE_EPS * max(torch.finfo(dtype).eps for dtype in dtypes))
-        if difference <= max(tolerance * norm, _ROUNDING * self._largest):
+        if not math.isfinite(norm) or difference <= max(tolerance * norm, _ROUNDING * self._largest):
             return None
         differ = f", and the gradients differ by {difference:.2g} (norm {norm:.2g})"
         return self._wrong(first, number, together.item(), apart.item(), differ)

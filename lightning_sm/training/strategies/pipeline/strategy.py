@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, cast, get_args
@@ -456,8 +456,7 @@ class PipelineParallelStrategy(DDPStrategy):
         Args:
             arguments: The arguments of the LightningModule's ``validation_step``; the first is the batch.
         """
-        with self.precision_plugin.val_step_context():
-            return self._evaluated("validation_step", arguments)
+        return self._evaluated("validation_step", partial(super().validation_step, *arguments))
 
     def test_step(self, *arguments: Any) -> Any:
         """Run a test step over all stages.
@@ -465,11 +464,9 @@ class PipelineParallelStrategy(DDPStrategy):
         Args:
             arguments: The arguments of the LightningModule's ``test_step``; the first is the batch.
         """
-        with self.precision_plugin.test_step_context():
-            return self._evaluated("test_step", arguments)
+        return self._evaluated("test_step", partial(super().test_step, *arguments))
 
-    def _evaluated(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        step = partial(getattr(self._module, name), *arguments)
+    def _evaluated(self, name: str, step: Callable[[], Any]) -> Any:
         return step() if self._outputs == "all" else self._steps.run(name, step, self._forward_of_last)
 
     def _forward_of_last(self, inputs: tuple[Any, ...]) -> Any:
