@@ -48,7 +48,7 @@ class Replica:
         self.last = len(ranks) - 1
         self.is_last = self.position == self.last
         self._raised: Exception | None = None
-        self._device = device
+        self.device = device
 
     def broadcast(self, value: Any, position: int) -> Any:
         """Return one position's value on all ranks of the replica.
@@ -150,7 +150,7 @@ class Replica:
             if isinstance(value, bytes):
                 return value
             # NCCL sends only strided tensors on this rank's device; all others are pickled.
-            if value.device.type != self._device.type or value.layout is not torch.strided:
+            if value.device.type != self.device.type or value.layout is not torch.strided:
                 return value.cpu()
             tensors.append(value.detach().contiguous())
             return _Gap(value.shape, value.dtype, value.requires_grad)
@@ -167,7 +167,7 @@ class Replica:
                 return gap
             tensor = next(own, None)
             if tensor is None:
-                tensor = torch.empty(gap.shape, dtype=gap.dtype, device=self._device)
+                tensor = torch.empty(gap.shape, dtype=gap.dtype, device=self.device)
             transfer(tensor)
             return (tensor.cpu() if to_host else tensor).requires_grad_(gap.requires_grad)
 

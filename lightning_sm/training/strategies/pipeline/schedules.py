@@ -26,17 +26,13 @@ class ScheduleRunner:
     Args:
         stage: The stage.
         replica: The ranks of this replica.
-        device: This rank's device.
         name: The schedule.
         loss: The loss of a step, used on the rank of the last stage.
     """
 
-    def __init__(
-        self, stage: Stage, replica: Replica, device: torch.device, name: ScheduleName, loss: StepLoss
-    ) -> None:
+    def __init__(self, stage: Stage, replica: Replica, name: ScheduleName, loss: StepLoss) -> None:
         self._stage = stage
         self._replica = replica
-        self._device = device
         self._name = name
         self._loss = loss
         self._shapes: dict[Hashable, StageShapes] = {}
@@ -87,7 +83,7 @@ class ScheduleRunner:
             self._stage,
             self._replica.position,
             num_stages,
-            self._device,
+            self._replica.device,
             input_args=shapes.inputs,
             output_args=shapes.outputs,
             group=self._replica.group,

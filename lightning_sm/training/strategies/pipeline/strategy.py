@@ -126,7 +126,6 @@ class PipelineParallelStrategy(DDPStrategy):
         self._network_name = network
         self._split = split
         self._loss_kind = loss
-        self._group_timeout = timeout
         self._outputs = outputs
         self._num_steps = 0
         # The ranks of each replica, in the order of its stages.
@@ -156,7 +155,7 @@ class PipelineParallelStrategy(DDPStrategy):
 
     def _group(self, groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
         """Create a process group for each list of ranks, and return this rank's group."""
-        own, _ = dist.new_subgroups_by_enumeration(groups, timeout=self._group_timeout, backend=backend)
+        own, _ = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout, backend=backend)
         return cast(dist.ProcessGroup, own)
 
     @property
@@ -355,7 +354,7 @@ class PipelineParallelStrategy(DDPStrategy):
             are_everywhere=self._outputs == "all",
         )
         self._loss = StepLoss(module, self._steps, self._loss_kind)
-        self._runner = ScheduleRunner(own, self._replica, self.root_device, self._schedule, self._loss)
+        self._runner = ScheduleRunner(own, self._replica, self._schedule, self._loss)
 
     def _parts(self, network: Network) -> list[range]:
         size = len(self._replica.ranks)

@@ -59,7 +59,7 @@ def _slowly_converging():
 def test_layers_that_change_buffers_are_warned_of(replica, caplog, make, microbatches, named):
     """Layers that change buffers in each microbatch cause one warning, in the first step."""
     stage = Stage([nn.Linear(4, 4), make()], ["first", "second"], is_first=True)
-    runner = ScheduleRunner(stage, replica, torch.device("cpu"), "1f1b", Loss())
+    runner = ScheduleRunner(stage, replica, "1f1b", Loss())
     with caplog.at_level(logging.WARNING, logger="lightning_sm"):
         for rows in (4, 4, 8):
             runner.step((torch.randn(rows, 4),), microbatches)
