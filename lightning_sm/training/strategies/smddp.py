@@ -80,14 +80,11 @@ class SMDDPStrategy(DDPStrategy):
         if not isinstance(tensor, Tensor) or not torch.distributed.is_initialized():
             return tensor
         name = (reduce_op if isinstance(reduce_op, str) else reduce_op.name).lower()
-        world_size = torch.distributed.get_world_size(group)
         if name in {"mean", "avg"}:
-            return tensor.copy_(super().reduce(tensor, group, "sum") / world_size)
+            return tensor.copy_(super().reduce(tensor, group, "sum") / torch.distributed.get_world_size(group))
         if name not in _REDUCED_BY_GATHERING:
             return super().reduce(tensor, group, reduce_op)
-        gathered = [torch.empty_like(tensor) for _ in range(world_size)]
-        torch.distributed.all_gather(gathered, tensor, group)
-        return tensor.copy_(_REDUCED_BY_GATHERING[name](torch.stack(gathered), dim=0))
+        return tensor.copy_(_REDUCED_BY_GATHERING[name](self.all_gather(tensor, group), dim=0))
 
 
 class _PrepareDataBarrier(InfiniteBarrier):
