@@ -46,6 +46,7 @@ class Replica:
         self.ranks = ranks
         self.position = ranks.index(dist.get_rank())
         self.last = len(ranks) - 1
+        self.is_first = self.position == 0
         self.is_last = self.position == self.last
         self._raised: Exception | None = None
         self.device = device
@@ -90,7 +91,7 @@ class Replica:
         Args:
             value: This rank's value.
         """
-        if self.position != 0:
+        if not self.is_first:
             self.send(value, 0)
             return None
         own = apply_to_collection(value, Tensor, Tensor.cpu)

@@ -14,7 +14,7 @@ from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.random_state import preserve_random_state, stage_stream
 from lightning_sm.training.strategies.pipeline.rows import num_microbatches
-from lightning_sm.training.strategies.pipeline.stage import Stage, as_tuple
+from lightning_sm.training.strategies.pipeline.stage import Stage, as_output, as_tuple
 
 # Largest difference between outputs that counts as rounding, relative to the largest output. It exceeds one
 # kernel's rounding errors, because different numbers of rows may select different kernels.
@@ -56,8 +56,7 @@ def evaluate(stage: Stage, replica: Replica, inputs: Sequence[Any], most_microba
         outputs = _run(stage, replica, list(zip(*split, strict=True)))
     if not replica.is_last:
         return None
-    joined = tuple(torch.cat(parts) if number > 1 else parts[0] for parts in zip(*outputs, strict=True))
-    return joined[0] if len(joined) == 1 else joined
+    return as_output([torch.cat(parts) if number > 1 else parts[0] for parts in zip(*outputs, strict=True)])
 
 
 def refuse_mixed_rows(stage: Stage, replica: Replica, inputs: Sequence[Tensor]) -> None:
@@ -142,7 +141,7 @@ def _run(
     error: Exception | None = None
     for microbatch in microbatches:
         # After an error, stages send None, so that no rank waits.
-        inputs = microbatch if replica.position == 0 else replica.receive(replica.position - 1)
+        inputs = microbatch if replica.is_first else replica.receive(replica.position - 1)
         output: tuple[Tensor, ...] | None = None
         if inputs is not None and error is None:
             try:
@@ -157,9 +156,8 @@ def _run(
     return outputs
 
 
-def _without_data(values: tuple[Any, ...]) -> tuple[Tensor, ...]:
+def _without_data(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(
-        torch.empty(value.shape, dtype=value.dtype, device="meta").requires_grad_(value.requires_grad)
+        torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
         for value in values
-        if isinstance(value, Tensor)
     )

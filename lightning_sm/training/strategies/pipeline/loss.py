@@ -15,7 +15,7 @@ from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.draws import MatchedDraws
 from lightning_sm.training.strategies.pipeline.random_state import preserve_random_state
 from lightning_sm.training.strategies.pipeline.rows import rows_of
-from lightning_sm.training.strategies.pipeline.stage import as_tuple
+from lightning_sm.training.strategies.pipeline.stage import as_output, as_tuple
 from lightning_sm.training.strategies.pipeline.steps import UserSteps
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class StepLoss:
             StrategyError: As in ``UserSteps.loss``; any other error comes from the user's code.
         """
         leaves = _leaves(as_tuple(output))
-        loss = self._loss(_whole(leaves), 0)
+        loss = self._loss(as_output(leaves), 0)
         if refusal := self._refusal(loss):
             raise StrategyError(refusal)
         torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
@@ -159,10 +159,10 @@ class StepLoss:
             if factors[i]:
                 parts.append(self._steps.draws(self._slice(first + i), self._rows) or MatchedDraws())
                 with preserve_random_state(), torch.enable_grad():
-                    apart = apart + self._loss(_whole(half), first + i, draws=parts[-1]) * factors[i]
+                    apart = apart + self._loss(as_output(half), first + i, draws=parts[-1]) * factors[i]
         draws = MatchedDraws(MatchedDraws.of_parts(parts))
         with preserve_random_state(), torch.enable_grad():
-            together = self._loss(_whole(leaves), first, number, draws)
+            together = self._loss(as_output(leaves), first, number, draws)
             is_matched = all(map(draws.is_like, parts))
         if refusal := self._refusal(together):
             return refusal
@@ -250,11 +250,6 @@ def is_checked(step: int) -> bool:
 
 def _leaves(values: Iterable[Tensor]) -> list[Tensor]:
     return [value.detach().requires_grad_(value.is_floating_point()) for value in values]
-
-
-def _whole(values: Sequence[Tensor]) -> Any:
-    """Return these tensors in the form of a network's output: one tensor or a tuple."""
-    return values[0] if len(values) == 1 else tuple(values)
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

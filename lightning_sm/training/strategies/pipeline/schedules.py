@@ -68,7 +68,7 @@ class ScheduleRunner:
             self._schedule, self._key = self._make(microbatches, self._shapes[key]), key
         # The schedule splits only tensors, so the target holds the microbatches' indices, by which the loss finds rows.
         target = torch.arange(microbatches) if self._replica.is_last else None
-        stage_inputs = inputs if self._replica.position == 0 else ()
+        stage_inputs = inputs if self._replica.is_first else ()
         with torch.enable_grad(), self._replica.alone():
             return self._schedule.step(*stage_inputs, target=target, return_outputs=self._replica.is_last)
 

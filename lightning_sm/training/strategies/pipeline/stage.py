@@ -42,7 +42,7 @@ class Stage(nn.Module):
         if not self._is_first:
             # Copy them: the first layer may change its input in place, which torch refuses for what needs a gradient.
             inputs = tuple(tensor.clone() for tensor in inputs)
-        value: Any = inputs if len(inputs) > 1 else inputs[0]
+        value = as_output(inputs)
         for i, layer in enumerate(self.layers):
             # Only the network's inputs are passed as several arguments; between layers, a tuple is one argument.
             value = layer(*inputs) if i == 0 and self._is_first else layer(value)
@@ -64,3 +64,12 @@ def as_tuple(output: Any) -> tuple[Any, ...]:
         output: A tensor, or a tuple of tensors.
     """
     return output if isinstance(output, tuple) else (output,)
+
+
+def as_output(values: Sequence[Any]) -> Any:
+    """Return values in the form in which stages return them: one tensor, or a tuple.
+
+    Args:
+        values: The tensors.
+    """
+    return values[0] if len(values) == 1 else tuple(values)

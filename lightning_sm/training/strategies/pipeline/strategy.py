@@ -205,7 +205,7 @@ class PipelineParallelStrategy(DDPStrategy):
             device: This rank's device.
             dataloader_idx: Index of the loader.
         """
-        if self._fetches:
+        if self._replica.is_first:
             batch = super().batch_to_device(batch, device, dataloader_idx)
         batch, state = self._replica.broadcast((batch, random_state()), 0)
         take_random_state(state)
@@ -222,7 +222,7 @@ class PipelineParallelStrategy(DDPStrategy):
             dataloader: One of the Trainer's loaders.
         """
         # For prediction, every rank needs the loader: prediction writers get a batch's sample indices from it.
-        if self._fetches or self._module.trainer.predicting or sized_len(dataloader) is None:
+        if self._replica.is_first or self._module.trainer.predicting or sized_len(dataloader) is None:
             return dataloader
         return FollowingLoader(dataloader)
 
@@ -254,7 +254,7 @@ class PipelineParallelStrategy(DDPStrategy):
             trainer.callbacks = [self._shared_draws, *trainer.callbacks, self._shared_draws]
         # Skip DDP's setup: it would wrap the model, and copy rank 0's weights to ranks with other stages.
         super(DDPStrategy, self).setup(trainer)
-        if not self._fetches:
+        if not self._replica.is_first:
             # The batch comes from the first rank, which has already called the user's hook on it.
             module._on_before_batch_transfer = lambda batch, dataloader_idx=0: batch  # type: ignore[method-assign]
         # Clip by the norm over all stages, so that the module's and the plugin's clip_gradients work unchanged.
@@ -279,11 +279,6 @@ class PipelineParallelStrategy(DDPStrategy):
         own = set(map(id, self._tied.without_copies(self._module.parameters())))
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
-
-    @property
-    def _fetches(self) -> bool:
-        """True if this rank fetches its replica's batches."""
-        return self._replica.position == 0
 
     @property
     def _module(self) -> LightningModule:
