@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sm._lightning import LightningModule
 from lightning_sm.errors import CheckpointError, StrategyError
 from lightning_sm.training.strategies.pipeline.exchange import Replica
+from lightning_sm.training.strategies.pipeline.rows import tensors_of
 from lightning_sm.training.strategies.pipeline.tied import TiedNames
 
 
@@ -24,15 +24,12 @@ class LogicalCheckpoint:
         module: The LightningModule before it is cut.
         replica: The ranks of this replica.
         tied: The module's tied parameters; each is stored once, under all of its names.
-        is_written: Whether this replica's first rank writes checkpoints; other replicas gather nothing.
     """
 
-    def __init__(
-        self, module: LightningModule, replica: Replica, tied: Sequence[TiedNames], *, is_written: bool
-    ) -> None:
+    def __init__(self, module: LightningModule, replica: Replica, tied: Sequence[TiedNames]) -> None:
         self._module = module
         self._replica = replica
-        self._is_written = is_written
+        self._is_written = 0 in replica.ranks  # rank 0 writes checkpoints, so other replicas gather nothing
         self._entries = list(module.state_dict())
         self._order = {name: i for i, (name, _) in enumerate(module.named_parameters())}
         self._first_name = {name: names[0] for names, _ in tied for name in names}
@@ -63,7 +60,7 @@ class LogicalCheckpoint:
         Raises:
             StrategyError: On all ranks of the replica, if a tensor differs.
         """
-        own = {name: _digests(state) for name, state in callbacks.items()}
+        own = {name: list(map(_digest, tensors_of(state))) for name, state in callbacks.items()}
         first = self._replica.broadcast(own, 0)
         with self._replica.together():
             differing = [name for name, digests in own.items() if digests != first.get(name, [])]
@@ -165,13 +162,6 @@ def _flat(groups: Iterable[Iterable[str]]) -> list[str]:
     return [name for group in groups for name in group]
 
 
-def _digests(state: Any) -> list[tuple[torch.Size, bytes]]:
-    """Return the shape and a hash of each tensor in the state of a callback."""
-    found: list[tuple[torch.Size, bytes]] = []
-
-    def add(tensor: Tensor) -> None:
-        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-        found.append((tensor.shape, hashlib.blake2b(content).digest()))
-
-    apply_to_collection(state, Tensor, add)
-    return found
+def _digest(tensor: Tensor) -> tuple[torch.Size, bytes]:
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return tensor.shape, hashlib.blake2b(content).digest()

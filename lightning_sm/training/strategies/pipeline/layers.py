@@ -48,15 +48,14 @@ class Network:
         names = [f"{self.name}.{self.names[i]}" for i in layers]
         return Stage([self.layers[i] for i in layers], names, is_first=layers.start == 0)
 
-    def remove(self, layers: range) -> None:
+    def keep(self, layers: range) -> None:
         """Replace layers that another rank holds with placeholders, so that the remaining layers keep their names.
 
         Args:
-            layers: Indices of the layers.
+            layers: Indices of this rank's layers.
         """
-        for i in layers:
-            path = self._paths[i]
-            if path is not None:
+        for i, path in enumerate(self._paths):
+            if path is not None and i not in layers:
                 parent, _, child_name = path.rpartition(".")
                 setattr(self.module.get_submodule(parent), child_name, RemoteLayerPlaceholder())
 

@@ -12,22 +12,23 @@ from lightning_sm.errors import StrategyError
 _Plain = (str, bytes, int, float, bool, type(None))
 
 
+def tensors_of(values: Any) -> list[Tensor]:
+    """Return the tensors in tuples, lists, mappings or dataclasses, nested in any way."""
+    found: list[Tensor] = []
+    apply_to_collection(values, Tensor, found.append)
+    return found
+
+
 def num_rows(batch: Any) -> int:
     """Return the length of dimension 0 of a batch's tensors.
 
     Args:
-        batch: Tensors in tuples, lists, mappings or dataclasses, nested in any way.
+        batch: The batch.
 
     Raises:
         StrategyError: The batch has no tensor with rows, or its tensors differ in length.
     """
-    lengths: set[int] = set()
-
-    def measure(tensor: Tensor) -> None:
-        if tensor.ndim:
-            lengths.add(len(tensor))
-
-    apply_to_collection(batch, Tensor, measure)
+    lengths = {len(tensor) for tensor in tensors_of(batch) if tensor.ndim}
     if len(lengths) != 1 or 0 in lengths:
         numbers = ", ".join(map(str, sorted(lengths)))
         found = f"tensors of {numbers} rows (dimension 0)" if lengths else "no tensor with rows"
@@ -68,9 +69,7 @@ def same_tensors(batch: Any) -> Any:
 
 def versions_of(batch: Any) -> list[int]:
     """Return torch's version of each tensor in a batch, which changes when the tensor is changed in place."""
-    versions: list[int] = []
-    apply_to_collection(batch, Tensor, lambda tensor: versions.append(tensor._version))
-    return versions
+    return [tensor._version for tensor in tensors_of(batch)]
 
 
 def num_microbatches(rows: int, wanted: int) -> int:

@@ -190,9 +190,8 @@ class PipelineParallelStrategy(DDPStrategy):
             decision: This rank's decision.
             all: Whether a True result needs True from all ranks; otherwise, one rank is enough.
         """
-        agreeing = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(agreeing)
-        return bool(agreeing == self.world_size if all else agreeing > 0)
+        decisions = of_all_ranks(bool(decision))
+        return False not in decisions if all else True in decisions
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Run the transfer hooks on the replica's first rank, and broadcast its batch to the other ranks.
@@ -332,11 +331,9 @@ class PipelineParallelStrategy(DDPStrategy):
             rows.append((stage, ranks, layers, f"{sum(parameter.numel() for parameter in parameters):,}"))
         self._report(rows)
         tied = find_tied(module, stages)
-        self._checkpoint = LogicalCheckpoint(module, self._replica, tied, is_written=self._number == 0)
+        self._checkpoint = LogicalCheckpoint(module, self._replica, tied)
         own = network.stage(parts[self._replica.position])
-        for stage, part in enumerate(parts):
-            if stage != self._replica.position:
-                network.remove(part)
+        network.keep(parts[self._replica.position])
         materialize(list(own.layers), self.root_device)
         self._tied = TiedWeights(module, tied, self._replica)
         self._stage = own

@@ -63,7 +63,7 @@ def test_stages_compute_what_the_network_does_and_keep_its_names():
     cut = Network(module, None)
     first, second = cut.stage(range(2)), cut.stage(range(2, 5))
     assert torch.equal(second(first(x)), expected)
-    cut.remove(range(2))
+    cut.keep(range(2, 5))
     assert list(module.state_dict()) == [name for name in names if "second" in name or "head" in name]
     assert isinstance(network.body["first"], RemoteLayerPlaceholder)
     with pytest.raises(StrategyError, match="Another rank has this layer"):
@@ -263,6 +263,6 @@ def test_a_layer_of_another_rank_says_so():
 def test_a_network_that_was_cut_before_is_refused():
     """A network that another Trainer has cut is refused: a new one would cut the rest."""
     module = module_of(network=three_layers())
-    Network(module, None).remove(range(1))
+    Network(module, None).keep(range(1, 3))
     with pytest.raises(StrategyError, match="was cut by another Trainer's strategy"):
         Network(module, None)
