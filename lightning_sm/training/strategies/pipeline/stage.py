@@ -39,13 +39,12 @@ class Stage(nn.Module):
         Raises:
             StrategyError: The last layer returns something else, which stages cannot exchange.
         """
-        if not self._is_first:
-            # Copy them: the first layer may change its input in place, which torch refuses for what needs a gradient.
-            inputs = tuple(tensor.clone() for tensor in inputs)
-        value = as_output(inputs)
-        for i, layer in enumerate(self.layers):
-            # Only the network's inputs are passed as several arguments; between layers, a tuple is one argument.
-            value = layer(*inputs) if i == 0 and self._is_first else layer(value)
+        first, *others = self.layers
+        # Only the network's inputs are passed as several arguments; between layers, a tuple is one argument. Copy it:
+        # the layer may change its input in place, which torch refuses for what needs a gradient.
+        value = first(*inputs) if self._is_first else first(as_output([tensor.clone() for tensor in inputs]))
+        for layer in others:
+            value = layer(value)
         is_tuple = isinstance(value, tuple) and len(value) > 1 and all(isinstance(item, Tensor) for item in value)
         if not isinstance(value, Tensor) and not is_tuple:
             kinds = [type(item).__name__ for item in value] if isinstance(value, (tuple, list)) else []

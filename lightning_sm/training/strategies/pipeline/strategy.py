@@ -150,8 +150,8 @@ class PipelineParallelStrategy(DDPStrategy):
         self._replicas = replicas_of(self.world_size, pipeline_size, self._order)
         self._data_group = self._group([list(ranks) for ranks in zip(*self._replicas, strict=True)])
         tensors, objects = self._group(self._replicas), self._group(self._replicas, "gloo")
-        self._number = next(i for i, ranks in enumerate(self._replicas) if self.global_rank in ranks)
-        self._replica = Replica(tensors, objects, self._replicas[self._number], self.root_device)
+        ranks = next(ranks for ranks in self._replicas if self.global_rank in ranks)
+        self._replica = Replica(tensors, objects, ranks, self.root_device)
 
     def _group(self, groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
         """Create a process group for each list of ranks, and return this rank's group."""
@@ -161,7 +161,7 @@ class PipelineParallelStrategy(DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Number of replicas and index of this rank's replica: all ranks of a replica train on the same samples."""
-        return {"num_replicas": len(self._replicas), "rank": self._number}
+        return {"num_replicas": len(self._replicas), "rank": dist.get_rank(self._data_group)}
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas: a sum over all ranks would count each replica once per stage.
