@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 # Interval between log lines during a long wait.
 _REPORT_PERIOD_S = 30.0
 _EXIT_TIMEOUT_S = 10.0
-# While training waits for a batch, slots that GPUs have read are released at this interval.
-_SLOT_POLL_S = 0.002
 
 
 _OfPass: TypeAlias = kinds.DeliveredRange | kinds.EndOfPass | kinds.Failed
@@ -159,14 +157,12 @@ class FeederClient:
         self._inboxes.pop(pass_id, None)
         self._release(Released.PASS, pass_id, 0)
 
-    def next(self, pass_id: int, timeout_s: float, poll: Callable[[], bool]) -> _OfPass:
+    def next(self, pass_id: int, timeout_s: float) -> _OfPass:
         """Wait for the next batches of a pass, or for its end, and return the feeder's message.
 
         Args:
             pass_id: Number of the pass.
             timeout_s: Timeout in seconds.
-            poll: Releases slots. It is called every few milliseconds while it returns True, because the next batch may
-                be waiting for a slot.
 
         Raises:
             DataServiceError: The batch failed, or did not arrive in time.
@@ -176,7 +172,7 @@ class FeederClient:
         def has_arrived() -> bool:
             return bool(inbox) and not isinstance(inbox[0], kinds.Failed)
 
-        if self._wait(has_arrived, timeout_s, "a batch", logging.WARNING, pass_id=pass_id, poll=poll):
+        if self._wait(has_arrived, timeout_s, "a batch", logging.WARNING, pass_id=pass_id):
             return inbox.popleft()
         end = (
             f"within {timeout_s:.0f} s (data_service.batch_timeout_s).\n{self.describe()}\n"
@@ -260,14 +256,7 @@ class FeederClient:
             logger.debug("The feeder process has exited.")
 
     def _wait(
-        self,
-        is_ready: Callable[[], bool],
-        timeout_s: float,
-        what: str,
-        level: int,
-        *,
-        pass_id: int | None = None,
-        poll: Callable[[], bool] = lambda: False,
+        self, is_ready: Callable[[], bool], timeout_s: float, what: str, level: int, *, pass_id: int | None = None
     ) -> bool:
         """Receive messages until a condition holds, and return whether it held in time. Log the cause of a long wait.
 
@@ -284,8 +273,7 @@ class FeederClient:
         with self._lock:
             while not is_ready():
                 self._raise_error(pass_id)
-                wait_s = min(report_at, deadline) - monotonic()
-                if self._receive(min(wait_s, _SLOT_POLL_S) if poll() else wait_s):
+                if self._receive(min(report_at, deadline) - monotonic()):
                     continue
                 now = monotonic()
                 if now >= deadline:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from lightning_sm._random_state import RandomState
@@ -123,7 +124,10 @@ class RemoteIterator(_BaseDataLoaderIter):
         batch = self._batches.next()
         if self._reports:
             self._source.connection.reporter.batch(self._source.trainer, self._batches.figures, is_step=self._is_step)
-        return batch
+        if not self._pin_memory:
+            return batch
+        # A copy, as in torch, which knows when a GPU has read it. Unlike the slot, it can thus be reused in time.
+        return _utils.pin_memory.pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
 
 
 class _FeederPass:
@@ -141,7 +145,7 @@ class _FeederPass:
         self._first_timeout_s = self._timeout_s * (1 + fetch.first + sum(fetch.num_before) if is_stream else 1)
         window = ahead or max(2, -(-source.window_batches // num_parts))
         slots = connection.slots
-        self._ring: SlotRing = slots.take(source.name, window, is_pinned=source.is_pinned)
+        self._ring: SlotRing = slots.take(source.name, window)
         self.pass_id = self.client.start_iterator(
             partial(
                 StartIterator,
@@ -172,7 +176,7 @@ class _FeederPass:
         if not self._ready:
             if self._has_ended:
                 raise StopIteration
-            message = self.client.next(self.pass_id, self._first_timeout_s, self._ring.poll)
+            message = self.client.next(self.pass_id, self._first_timeout_s)
             self._first_timeout_s = self._timeout_s
             if not isinstance(message, DeliveredRange):
                 self._has_ended = True

@@ -44,9 +44,6 @@ _TO_DATA_HOSTS = (
 # Prefix of the hook that returns the loaders for a stage, by Lightning's name for the stage.
 HOOKS = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
 
-# Hooks of the DataModule, LightningModule and strategy that receive batches before these are on the device.
-_COPYING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to_device")
-
 
 class RemoteDataLoader(DataLoader[Any]):
     """A ``DataLoader`` whose workers are on data hosts; made by ``remote_loader``."""
@@ -84,7 +81,6 @@ class LoaderSource:
         begins_at: Where the next iterator starts; None for the first batch.
         has_fixed_order: Whether the sampler, after the first batch of a pass, has drawn no random numbers from the
             process's generators; False until known.
-        is_pinned: Whether GPUs copy from the memory of the batches asynchronously; set by ``open``.
     """
 
     def __init__(
@@ -98,7 +94,6 @@ class LoaderSource:
         self.iterator: Callable[[], RemoteIterator | None] = lambda: None
         self.begins_at: IteratorPosition | None = None
         self.has_fixed_order = False
-        self.is_pinned = False
 
     def first_request(self, opening: Opening, seed: int, first: int, num_before: list[int] | None = None) -> FetchSpec:
         """Return a pass's request for its first batch, without indices; for the arguments, see ``FetchSpec``."""
@@ -164,7 +159,6 @@ class LoaderSource:
         connection = self.connection
         is_quiet = self.trainer is not None and self.trainer.local_rank != 0
         connection.open(self.rank, self.world_size, is_quiet=is_quiet)
-        self.is_pinned = loader.pin_memory and self.trainer is not None and not _copies_batches(self.trainer)
         source = WorkerSource.of(loader, self.name, self.trainer)
         pickled = self._pickled(source)
         opening = partial(Opening, source=pickled.digest, is_spawned=source.is_spawned)
@@ -229,19 +223,6 @@ def remote_loader(loader: Any, source: LoaderSource) -> Any:
     remote: Any = object.__new__(named_as(own, *bases, _remote=source, users_class=own))
     remote.__dict__.update(loader.__dict__)
     return remote
-
-
-def _copies_batches(trainer: Any) -> bool:
-    """Return whether the user's code copies batches to GPUs, perhaps on streams that ``PinnedSlots`` does not track."""
-    owners = (trainer.datamodule, trainer.lightning_module, trainer.strategy)
-    return any(_overrides(owner, hook) for owner in owners for hook in _COPYING_HOOKS)
-
-
-def _overrides(own: Any, hook: str) -> bool:
-    """Return whether the user's code, rather than Lightning or this package, defines a hook of an object."""
-    method = getattr(type(own), hook, None)
-    known = ("lightning", "pytorch_lightning", "lightning_sm")
-    return method is not None and method.__module__.partition(".")[0] not in known
 
 
 def _why_local(own: type) -> str:

@@ -10,20 +10,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from lightning_sm.data.batch.serialization import unpickle_batch
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.trainer.feeder_client import FeederClient
-from lightning_sm.data.trainer.pinning import MAX_COPYING, PinnedSlots
 
 logger = logging.getLogger(__name__)
 
 # Slots in addition to the window, for hedged requests.
 _HEDGE_SLOTS = 4
-# The training loop may hold the current batch, the previous one until it is collected, one that Lightning has
-# prefetched, and one that is being copied to a GPU.
+# The training loop may hold the current batch, the previous one until it is collected, and one that Lightning has
+# prefetched. Allow for one more.
 _HELD_SLOTS = 4
 
 
@@ -42,29 +40,27 @@ class SlotPool:
     def __init__(self, client: FeederClient, max_batch_bytes: int) -> None:
         self._client = client
         self._max_batch_bytes = max_batch_bytes
-        # By ``kind``. Finalizers append to the lists, so use only atomic operations: append, pop.
-        self._unused: defaultdict[tuple[int, bool], list[SlotRing]] = defaultdict(list)
+        # By number of slots. Finalizers append to the lists, so use only atomic operations: append, pop.
+        self._unused: defaultdict[int, list[SlotRing]] = defaultdict(list)
 
-    def take(self, name: str, window_batches: int, *, is_pinned: bool) -> SlotRing:
+    def take(self, name: str, window_batches: int) -> SlotRing:
         """Return a ring that no other open pass uses.
 
         Args:
             name: Name of the loader, for messages.
             window_batches: Maximum number of requests in flight or buffered.
-            is_pinned: Whether GPUs copy from the slots asynchronously.
         """
-        is_pinned = is_pinned and torch.cuda.is_available()
-        num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS + (MAX_COPYING if is_pinned else 0)
+        num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS
         try:
-            ring = self._unused[num_slots, is_pinned].pop()
+            ring = self._unused[num_slots].pop()
         except IndexError:
-            ring = SlotRing(self._client, num_slots, self._max_batch_bytes, is_pinned=is_pinned)
+            ring = SlotRing(self._client, num_slots, self._max_batch_bytes)
         ring.name = name
         return ring
 
     def give_back(self, ring: SlotRing) -> None:
         """Reclaim the ring of a finished pass; may be called from a finalizer, in any thread."""
-        self._unused[ring.kind].append(ring)
+        self._unused[ring.num_slots].append(ring)
 
 
 class SlotRing:
@@ -74,34 +70,24 @@ class SlotRing:
         client: The feeder, which fills the slots.
         num_slots: Number of slots.
         max_batch_bytes: Capacity of a slot.
-        is_pinned: Whether GPUs copy from the slots asynchronously.
 
     Attributes:
-        kind: Number of slots, and whether they are pinned.
+        num_slots: Number of slots.
         name: Name of the loader that uses the ring.
     """
 
-    def __init__(self, client: FeederClient, num_slots: int, max_batch_bytes: int, *, is_pinned: bool) -> None:
-        self.kind = (num_slots, is_pinned)
+    def __init__(self, client: FeederClient, num_slots: int, max_batch_bytes: int) -> None:
+        self.num_slots = num_slots
         self.name = ""
         self._ring = Ring.create(num_slots, max_batch_bytes)
         self.number = client.add_ring(self._ring)
         self._ring.close()
         self._release: Callable[[int], None] = partial(client.release, self.number)
-        self._pinned = PinnedSlots(self._release) if is_pinned else None
-        if self._pinned is not None:  # unlock the memory; batches in it stay valid
-            weakref.finalize(self, self._pinned.close).atexit = False
         self._held: set[int] = set()  # slots that batches alias; finalizers rely on atomic set operations
         self._has_warned = False
 
-    def poll(self) -> bool:
-        """Release the slots that GPUs have read, and return whether GPUs still read others."""
-        return self._pinned is not None and self._pinned.advance()
-
     def batches(self, delivery: DeliveredRange) -> Iterator[Any]:
         """Yield batches that alias a slot, or a copy of it if the training loop holds too many slots."""
-        if self._pinned is not None:
-            self._pinned.wait()
         memory = self._memory(delivery.slot, delivery.num_bytes)
         batches = delivery.batches
         return (unpickle_batch(item.structure, memory[item.start : item.start + item.num_bytes]) for item in batches)
@@ -123,11 +109,8 @@ class SlotRing:
             return array
         owner = array.view(_SlotArray)
         self._held.add(slot)
-        if self._pinned is not None:
-            self._pinned.lock(slot, array)
         # Not a method of this object, which would keep the object alive as long as the batches.
-        release = self._release if self._pinned is None else self._pinned.drop
-        weakref.finalize(owner, _release_slot, self._held, release, slot).atexit = False
+        weakref.finalize(owner, _release_slot, self._held, self._release, slot).atexit = False
         return owner
 
 

@@ -1,5 +1,6 @@
 """Batches are in shared memory, and do not change while anything refers to them."""
 
+import copy
 import gc
 import logging
 import os
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, _utils
 
 from tests.integration.data.cluster import num_in_flight, remote, seeded, undisturbed
 from tests.integration.data.datasets import Augmented, stream_hash
@@ -61,6 +62,18 @@ def test_kept_batches_stay_unchanged(hosts, expected, caplog):
     warnings = [record.message for record in caplog.records if "the training loop holds" in record.message]
     assert len(warnings) == 1
     assert "Keep only the parts of a batch that you need" in warnings[0]
+
+
+def test_with_pin_memory_batches_are_copies_as_in_torch(hosts, expected, monkeypatch, caplog):
+    """With an accelerator, torch's own function copies each batch, so all of them can be kept without a slot."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(_utils.pin_memory, "pin_memory", lambda batch, _device: copy.deepcopy(batch))
+    with remote(hosts, window_batches=4) as module, caplog.at_level(logging.WARNING):
+        loader = module.train_dataloader()["small"]
+        loader.pin_memory = True
+        batches = list(seeded(loader))
+    assert stream_hash(batches) == expected
+    assert "the training loop holds" not in caplog.text
 
 
 def test_kept_views_stay_unchanged(hosts):
