@@ -129,7 +129,13 @@ class LoaderSource:
         """Note whether the sampler had drawn all of its random numbers by the first batch of a pass."""
         self.has_fixed_order = is_fixed
         if not is_fixed and self.rank == 0:
-            _log_random_samplers(self.name)
+            _log_once(
+                logging.WARNING,
+                "The sampler of %s draws random numbers for each batch, so data hosts build no more batches ahead than "
+                "the loader's own workers would: num_workers * prefetch_factor. Raise them, or draw the order in "
+                "__iter__.",
+                self.name,
+            )
 
     def reports(self, loader: DataLoader[Any]) -> tuple[bool, bool]:
         """Return whether to report batches (only in training), and whether each batch is a step.
@@ -214,10 +220,21 @@ def remote_loader(loader: Any, source: LoaderSource) -> Any:
     if why:
         # Do not warn about a list of batches or a tensor: it needs no loading.
         if source.rank == 0 and hasattr(own, "__iter__") and own.__module__ not in ("builtins", "torch"):
-            _warn_once(f"{own.__module__}.{own.__qualname__}", source.name, why)
+            _log_once(
+                logging.WARNING,
+                "%s returns a %s, which %s: its batches are loaded here, as without data hosts. Data hosts serve only "
+                "a DataLoader.",
+                source.name,
+                f"{own.__module__}.{own.__qualname__}",
+                why,
+            )
         return loader
     if loader.num_workers == 0 and source.rank == 0:
-        _log_loaders_without_workers()
+        _log_once(
+            logging.INFO,
+            "Data hosts also build the batches of loaders with num_workers=0, from a copy of the dataset: the next "
+            "iterator sees what training changes in it, but not what the dataset changes in itself.",
+        )
     bases = (RemoteDataLoader,) if own is DataLoader else (own, RemoteDataLoader)
     # Each loader needs its own class to hold the source: Lightning recreates some loaders from class and arguments.
     remote: Any = object.__new__(named_as(own, *bases, _remote=source, users_class=own))
@@ -238,31 +255,8 @@ def _why_local(own: type) -> str:
 
 
 @cache
-def _warn_once(cls: str, name: str, why: str) -> None:
-    logger.warning(
-        "%s returns a %s, which %s: its batches are loaded here, as without data hosts. Data hosts serve only a "
-        "DataLoader.",
-        name,
-        cls,
-        why,
-    )
-
-
-@cache
-def _log_loaders_without_workers() -> None:
-    logger.info(
-        "Data hosts also build the batches of loaders with num_workers=0, from a copy of the dataset: the next "
-        "iterator sees what training changes in it, but not what the dataset changes in itself."
-    )
-
-
-@cache
-def _log_random_samplers(name: str) -> None:
-    logger.warning(
-        "The sampler of %s draws random numbers for each batch, so data hosts build no more batches ahead than the "
-        "loader's own workers would: num_workers * prefetch_factor. Raise them, or draw the order in __iter__.",
-        name,
-    )
+def _log_once(level: int, text: str, *values: str) -> None:
+    logger.log(level, text, *values)
 
 
 def position_of(loader: Any) -> IteratorPosition | None:

@@ -395,7 +395,7 @@ def test_what_stays_local_is_said_once(pool, caplog):
     Loaders without workers are remote, too, and one line says so for all of them.
     """
     caplog.set_level(logging.INFO, "lightning_sm")
-    remote_loader._log_loaders_without_workers.cache_clear()
+    remote_loader._log_once.cache_clear()
     rows = Rows(3)
     with remote(pool.serve(lambda: {"own": Local(rows), "remote": Filtered(rows, 2)})) as module:
         for _ in range(2):
