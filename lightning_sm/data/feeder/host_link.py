@@ -65,12 +65,14 @@ class HostLink:
         state: State of the connection: SUSPECT if the host is connected, but does not answer heartbeats.
         detail: Why the link is not UP, or what the host lacks before it can build batches, for messages.
         num_lost: How often the connection was lost.
+        transfer_s: Total seconds that the host's answers were in transit; counted by the owner.
     """
 
     def __init__(self, address: str, credentials: Credentials, client: HeartbeatRequest, owner: Feeder) -> None:
         self.address = address
         self.report: HostReport | None = None
         self.num_lost = 0
+        self.transfer_s = 0.0
         self._set_state(Liveness.DOWN, "not connected yet")
         self._client = client
         self._owner = owner

@@ -60,7 +60,6 @@ class Feeder:
         self._openings = SourceOpenings(self._links, self._notify)
         # Sent with heartbeats. The links' threads read this object without the lock: it is replaced, never modified.
         self.figures: RankFigures | None = None
-        self._transfers: dict[str, float] = dict.fromkeys(settings.addresses, 0.0)
         self._is_running = True
         for address in settings.addresses:
             self._links[address] = HostLink(address, settings.credentials, settings.client, self)
@@ -190,8 +189,7 @@ class Feeder:
         with self._lock:
             known = {status.host: status for status in self._scheduler.hosts()}
             passes = self._scheduler.passes(time.monotonic())
-            transfers = dict(self._transfers)
-        hosts = [host_snapshot(link, known.get(address), transfers[address]) for address, link in self._links.items()]
+        hosts = [host_snapshot(link, known.get(address)) for address, link in self._links.items()]
         return kinds.FeederSnapshot(hosts, passes, rank_figures(self._links.values()))
 
     # Events from links
@@ -287,7 +285,7 @@ class Feeder:
         now = time.monotonic()
         answer = buffer.accept(request.request_id, now - request.sent_at)
         superfluous = self._scheduler.completed(request.request_id, now, answer.header.produce_s)
-        self._transfers[request.host] += answer.transfer_s
+        self._links[request.host].transfer_s += answer.transfer_s
         self._cancel(superfluous or ())
         if answer.step_range != request.step_range:  # the stream has ended
             self._cancel(self._scheduler.cut(buffer.pass_id))

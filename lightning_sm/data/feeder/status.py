@@ -51,13 +51,12 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
     return error_class(error)(decision.failures[-1])
 
 
-def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) -> HostSnapshot:
+def host_snapshot(link: HostLink, status: HostStatus | None) -> HostSnapshot:
     """Describe a data host.
 
     Args:
         link: The connection to the host.
         status: The host's status in the scheduler, or None if the host was never reached.
-        transfer_s: Total seconds that the host's answers were in transit.
     """
     status = status or HostStatus(link.name)
     report = link.report or HostReport(link.name, workers=0, busy=0)
@@ -65,7 +64,7 @@ def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) 
         name=link.name,
         state=status.state.value,
         why=link.detail,
-        transfer_s=transfer_s,
+        transfer_s=link.transfer_s,
         num_received=status.num_completed,
         num_retries=status.num_retries,
         num_hedges=status.num_hedges,

@@ -10,7 +10,7 @@ FAILURES = tuple(f"was killed by SIGSEGV on data host {host}" for host in ("algo
 class Link:
     """A connection to a host that was never reached."""
 
-    report, detail, name, num_lost = None, "unavailable", "algo-2:1", 0
+    report, detail, name, num_lost, transfer_s = None, "unavailable", "algo-2:1", 0, 0.0
 
 
 def test_a_batch_that_kills_workers_names_its_indices():
@@ -49,7 +49,7 @@ def test_an_error_of_the_user_keeps_its_name():
 
 def test_a_host_that_was_never_reached_is_down():
     """A host that was never reached is down, with the reason and without figures."""
-    snapshot = host_snapshot(Link(), None, 0.0)
+    snapshot = host_snapshot(Link(), None)
     assert (snapshot.name, snapshot.state, snapshot.why, snapshot.num_received) == (
         "algo-2:1",
         "down",
