@@ -18,7 +18,7 @@ from lightning_sm.data.ipc.feeder_messages import DeliveredRange, StartIterator
 from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.openings import Opening, StreamWorker
-from lightning_sm.data.trainer.feeder_client import FeederClient
+from lightning_sm.data.trainer.feeder_client import FeederClient, HeldOpening
 from lightning_sm.data.trainer.slots import SlotPool, SlotRing
 from lightning_sm.errors import DataServiceError
 
@@ -61,6 +61,9 @@ class RemoteIterator(_BaseDataLoaderIter):
         begins_at: Where to start; None for the first batch. The sampler must skip earlier batches itself. A
             stream's workers reread the current pass from its start, but not the passes before it, so they lose the
             changes that these made to their RNG state.
+
+    Attributes:
+        held: The opening of an indexed dataset.
     """
 
     def __init__(
@@ -76,15 +79,15 @@ class RemoteIterator(_BaseDataLoaderIter):
             self._base_seed, self._num_resets = begins_at.seed, begins_at.number
             self._num_yielded = begins_at.num_batches
         self._reports, self._is_step = source.reports(loader)
-        self._batches: _Batches | _Stream | None = None
+        self._batches: _Batches | _StreamBatches | None = None
+        self.held: list[HeldOpening] = []
         # Raised at the first batch: if it were raised here, another error in Lightning's teardown would hide it.
         self._error: DataServiceError
         try:
             if self._dataset_kind == _DatasetKind.Iterable:
-                self._batches = _Stream(source, int(self._base_seed), loader)
+                self._batches = _StreamBatches(source, int(self._base_seed), loader)
             else:
-                (self._held,) = source.open(loader)
-                loader._kept_workers = self._held
+                self.held = source.open(loader)
             self._start(loader, begins_at)
         except DataServiceError as error:
             self._batches, self._error = None, error
@@ -92,7 +95,7 @@ class RemoteIterator(_BaseDataLoaderIter):
     @property
     def position(self) -> IteratorPosition:
         """The current position."""
-        ends = dict(self._batches.ends) if isinstance(self._batches, _Stream) else {}
+        ends = dict(self._batches.ends) if isinstance(self._batches, _StreamBatches) else {}
         return IteratorPosition(int(self._base_seed), self._num_resets, self._num_yielded, ends)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # torch's signature
@@ -105,13 +108,13 @@ class RemoteIterator(_BaseDataLoaderIter):
         self._start(loader)
 
     def _start(self, loader: DataLoader[Any], begins_at: IteratorPosition | None = None) -> None:
-        if isinstance(self._batches, _Stream):
+        if isinstance(self._batches, _StreamBatches):
             ends = {} if begins_at is None else begins_at.ends
             self._batches.begin(self._num_resets, self._num_yielded, ends)
         else:
             # Each pass needs different seeds, although an iterator with persistent workers keeps its base seed.
             seed = (int(self._base_seed) + self._num_resets * _STEP) % (1 << 63)
-            opening, source = self._held.opening, self._source
+            opening, source = self.held[0].opening, self._source
             batches = _FeederPass(source, opening, source.first_request(opening, seed, self._num_yielded))
             # A reference cycle would keep the workers until garbage collection.
             self._batches = _Batches(source, batches, weakref.proxy(self), loader)
@@ -282,7 +285,7 @@ class _Batches:
         self._pass.close()
 
 
-class _Stream:
+class _StreamBatches:
     """The batches of an iterable dataset, whose workers take turns as in torch.
 
     Args:

@@ -63,6 +63,7 @@ class RemoteDataLoader(DataLoader[Any]):
         position, source.begins_at = source.begins_at, None
         iterator = RemoteIterator(self, source, position)
         source.iterator = weakref.ref(iterator)
+        self._kept_workers = iterator.held
         return iterator
 
 

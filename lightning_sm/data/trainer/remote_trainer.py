@@ -64,9 +64,9 @@ def fetch_in_fabric(fabric: Any, connection: ServiceConnection) -> None:
 def _wrap(strategy: Any, source: Callable[[], LoaderSource]) -> None:
     """Replace a strategy's ``process_dataloader``, once, with one that also gives loaders workers on data hosts."""
     own = strategy.process_dataloader
-    if not hasattr(own, "_gives_workers"):
+    if not hasattr(own, "gives_workers"):
         strategy.process_dataloader = lambda loader: own(remote_loader(loader, source()))
-        strategy.process_dataloader._gives_workers = True
+        strategy.process_dataloader.gives_workers = True
 
 
 def use_data_hosts(trainer: Any, connection: ServiceConnection, datamodules: Iterable[Any] = ()) -> None:

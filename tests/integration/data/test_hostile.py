@@ -193,5 +193,5 @@ def test_a_data_host_survives_what_trainers_say(pool):
     with remote([host]) as module:
         loader = module.train_dataloader()
         assert len(list(loader)) == 2
-        assert_survives(host.address, loader._kept_workers.opening.source)
+        assert_survives(host.address, loader._kept_workers[0].opening.source)
         assert len(list(loader)) == 2
