@@ -19,7 +19,7 @@ class Arena:
         buffer: The slot, writable and contiguous.
 
     Attributes:
-        used: Number of allocated bytes.
+        used: Number of allocated bytes. To free memory, set it to an earlier value.
     """
 
     def __init__(self, buffer: memoryview) -> None:
@@ -27,10 +27,6 @@ class Arena:
         self._address = np.frombuffer(buffer, np.uint8).ctypes.data
         self._capacity = len(buffer)
         self.used = 0
-
-    def reset(self, used: int = 0) -> None:
-        """Free all but the first ``used`` bytes."""
-        self.used = used
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Allocate memory at the next multiple of 64 bytes, and return it as a uint8 array of shape (nbytes,).

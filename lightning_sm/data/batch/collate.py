@@ -21,7 +21,7 @@ from lightning_sm.data.batch.arena import Arena
 def collate_into(collate_fn: Callable[[Sequence[Any]], Any], samples: Sequence[Any], arena: Arena) -> Any:
     """Collate samples, in the arena if the collate function is ``torch.utils.data.default_collate``.
 
-    The result is what a ``DataLoader`` worker would return, and is valid until the arena is reset. A user's collate
+    The result is what a ``DataLoader`` worker would return, and is valid until its memory is reused. A user's collate
     function allocates its result elsewhere; ``pickle_batch`` copies it to the arena.
 
     Raises:
@@ -45,7 +45,7 @@ def _stack(arena: Arena, tensors: Sequence[torch.Tensor], *, collate_fn_map: Any
         # This raises if shapes differ or a tensor requires gradients. collate_tensor_fn below handles both.
         with suppress(RuntimeError):
             return torch.stack(tuple(tensors), 0, out=out)
-        arena.reset(used)
+        arena.used = used
     stacked: torch.Tensor = collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
     return stacked
 

@@ -64,7 +64,7 @@ def pickle_batch(batch: Any, arena: Arena) -> bytes:
         try:
             return _pickle(batch, arena, _BatchPickler)
         except _CANNOT_PICKLE:  # pickling by value takes twice as long, but needs no names
-            arena.reset(used)
+            arena.used = used
             return _pickle(batch, arena, _ByValuePickler)
     except BatchTooLargeError:
         raise

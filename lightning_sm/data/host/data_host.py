@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from types import TracebackType
 
 from lightning_sm.data.ipc.host_messages import Finished, Listening, Serve
 from lightning_sm.data.ipc.messages import MessageSocket, NothingReceivedError
@@ -118,9 +117,7 @@ class DataHost:
         self._process, self._socket = start_module(_MAIN_PROCESS)
         return self._process, self._socket
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop the processes, even while trainers are connected."""
         self.close()
 

@@ -11,7 +11,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import partial
 from typing import TypeAlias
 
@@ -70,12 +69,6 @@ class Task:
     is_cancelled: bool = False
 
 
-class _WorkerState(Enum):
-    STARTING = auto()
-    READY = auto()
-    RETIRED = auto()  # no longer needed: finishes its current task and gets no others
-
-
 class _Worker:
     def __init__(self, new: NewWorker) -> None:
         sock, ring = new.fds
@@ -85,7 +78,8 @@ class _Worker:
         self.socket = MessageSocket(socket.socket(fileno=sock))
         self.ring = Ring(ring, new.num_slots, new.slot_bytes)
         self.free_slots = list(range(self.ring.num_slots))
-        self.state = _WorkerState.STARTING
+        self.has_started = False
+        self.is_retired = False  # no longer needed: finishes its current task and gets no others
         self.is_connected = True
         self.task: Task | None = None
         self.task_started = 0.0
@@ -93,7 +87,7 @@ class _Worker:
     @property
     def is_available(self) -> bool:
         """Whether the worker can take tasks; it may be busy."""
-        return self.state is _WorkerState.READY and self.is_connected
+        return self.has_started and self.is_connected and not self.is_retired
 
     def close(self) -> None:
         """Close the connection, which makes the worker exit. The ring is freed when its last batch is released."""
@@ -208,7 +202,7 @@ class WorkerPool:
             gone = self._remove_tasks(lambda task: task.opening not in live)
             for other in list(self._workers.values()):
                 if other.opening not in live:
-                    other.state = _WorkerState.RETIRED
+                    other.is_retired = True
                     self._close_if_retired(other)
         for task in gone:
             task.answer(_not_open(task))
@@ -225,10 +219,10 @@ class WorkerPool:
             if worker is None:
                 return
             task = worker.task
-            if worker.state is _WorkerState.STARTING:
+            if not worker.has_started:
                 # Fail a task: otherwise, a worker that cannot start would be replaced forever, unnoticed by trainers.
                 task = self._next_task([worker])
-            error = "WorkerNotStarted" if worker.state is _WorkerState.STARTING else "WorkerLost"
+            error = "WorkerLost" if worker.has_started else "WorkerNotStarted"
             worker.task = None
             # Trainers request the waiting tasks of a stream again, after the one that was lost with the worker. If they
             # stayed queued, the new worker might get them first: it would read the stream up to a later batch, then
@@ -355,7 +349,7 @@ class WorkerPool:
     def _process(self, worker: _Worker, message: Message) -> Callable[[], None]:
         """Update a worker's state, and return a function that answers its task, to be called without the lock."""
         if isinstance(message, Ready):
-            worker.state = _WorkerState.READY
+            worker.has_started = True
             return lambda: None
         if not isinstance(message, BuildAnswer):
             raise TypeError(f"a worker sent {message}")
@@ -391,7 +385,7 @@ class WorkerPool:
     def _close_if_retired(self, worker: _Worker) -> None:
         """Close a retired worker once it is idle and none of its batches is being sent."""
         is_idle = worker.task is None and len(worker.free_slots) == worker.ring.num_slots
-        if worker.state is _WorkerState.RETIRED and is_idle and self._workers.pop(worker.id, None) is not None:
+        if worker.is_retired and is_idle and self._workers.pop(worker.id, None) is not None:
             self._disconnect(worker)
             worker.close()
 
