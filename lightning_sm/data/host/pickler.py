@@ -50,7 +50,7 @@ class PickledObject:
     """A pickled object, whose arrays and tensors are not copied until it is written.
 
     Args:
-        parts: The pickle, and the memory of arrays and tensors.
+        parts: The snapshot, in parts.
 
     Attributes:
         digest: Hash of the contents, as 32 hexadecimal digits.
@@ -58,28 +58,10 @@ class PickledObject:
     """
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
-        sizes = [len(parts), *(part.nbytes for part in parts)]
-        head = b"".join(map(NUMBER.pack, sizes))
-        self._parts = [memoryview(head)]
-        end = len(head)
-        for part in parts:
-            # Padding counts as a part, so that the digest covers all bytes.
-            self._parts += [memoryview(bytes(-end % ALIGNMENT)), part]
-            end += -end % ALIGNMENT + part.nbytes
-        self._measure()
-
-    @classmethod
-    def of_snapshot(cls, snapshot: bytes) -> PickledObject:
-        """Wrap a snapshot that ``joined`` returned in another process."""
-        pickled = object.__new__(cls)
-        pickled._parts = [memoryview(snapshot)]
-        pickled._measure()
-        return pickled
-
-    def _measure(self) -> None:
-        self.num_bytes = sum(part.nbytes for part in self._parts)
+        self._parts = parts
+        self.num_bytes = sum(part.nbytes for part in parts)
         digest = snapshot_hash()
-        for part in self._parts:
+        for part in parts:
             digest.update(part)
         self.digest = digest.hexdigest()
 
@@ -128,7 +110,19 @@ def pickle_object(
         raise DataSettingsError(
             f"{path} is a {type(culprit).__name__}, which cannot be pickled: {reason}. {advice}"
         ) from error
-    return PickledObject([file.getbuffer(), *(buffer.raw() for buffer in buffers)])
+    return PickledObject(_laid_out([file.getbuffer(), *(buffer.raw() for buffer in buffers)]))
+
+
+def _laid_out(parts: Sequence[memoryview]) -> list[memoryview]:
+    """Return the parts of a snapshot with its header and padding: ``parts_in`` finds them again."""
+    sizes = [len(parts), *(part.nbytes for part in parts)]
+    head = b"".join(map(NUMBER.pack, sizes))
+    laid_out = [memoryview(head)]
+    end = len(head)
+    for part in parts:
+        laid_out += [memoryview(bytes(-end % ALIGNMENT)), part]
+        end += -end % ALIGNMENT + part.nbytes
+    return laid_out
 
 
 class Attributes(dict[str, tuple[Any, bytes | None]]):

@@ -223,7 +223,7 @@ class _HostHooks:
             raise outcome
         self._run, opening, snapshot, before, data = outcome
         if not self._calls or self._calls[-1].held.opening != opening:  # on ranks other than 0
-            self._open(hook, key, opening, PickledObject.of_snapshot(snapshot))
+            self._open(hook, key, opening, PickledObject([memoryview(snapshot)]))
         returned = self._take(self._calls[-1], before, data)
         if not is_alone:  # otherwise the other hosts need the whole DataModule with the next call
             self._known = self._attributes()
