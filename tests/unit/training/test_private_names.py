@@ -122,6 +122,7 @@ OF_OTHERS = {
         "_utils",
         "_worker_info",
     },  # torch's DataLoader; Python
+    "data/host/main_process.py": {"_clear"},  # Python
     "data/host/rank_reads.py": {"_getframe"},  # Python
     "data/host/trainer_view.py": {"_getframe"},  # Python
     "data/host/world.py": {"_world"},  # torch
