@@ -67,6 +67,7 @@ LIGHTNING = [
         ["_combined_loader", "_data_fetcher", "_restarting"],
         ["training/callbacks/spot_checkpoint.py"],
     ),
+    (f"{DISTRIBUTION}.loops.fit_loop:_FitLoop", ["_should_accumulate"], ["training/strategies/pipeline/strategy.py"]),
     (
         f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
         ["_combined_loader"],
@@ -103,6 +104,7 @@ LIGHTNING = [
     (f"{DISTRIBUTION}.strategies:ParallelStrategy", ["_layer_sync"], ["training/strategies/pipeline/strategy.py"]),
     (f"{DISTRIBUTION}.core.optimizer:LightningOptimizer", ["_optimizer"], ["training/strategies/pipeline/strategy.py"]),
     (f"{DISTRIBUTION}.strategies:DDPStrategy", ["_configure_launcher"], ["training/strategies/smddp.py"]),
+    (f"{DISTRIBUTION}.strategies:DDPStrategy", ["_timeout"], ["training/strategies/pipeline/strategy.py"]),
     (f"{DISTRIBUTION}.strategies:FSDPStrategy", ["_state_dict_type"], ["training/checkpoints/sharded.py"]),
     (f"{DISTRIBUTION}.loggers:TensorBoardLogger", ["_root_dir", "_version"], ["training/loggers.py"]),
     (f"{DISTRIBUTION}.loggers:TensorBoardLogger", ["_log_graph"], ["training/strategies/pipeline/strategy.py"]),
@@ -126,10 +128,9 @@ OF_OTHERS = {
     "data/host/rank_reads.py": {"_getframe"},  # Python
     "data/host/trainer_view.py": {"_getframe"},  # Python
     "data/host/world.py": {"_world"},  # torch
-    "data/trainer/pinning.py": {"_C", "_cuda_hasPrimaryContext"},  # torch
     "data/trainer/remote_iterator.py": {  # torch's DataLoader
         *("_BaseDataLoaderIter", "_DatasetKind", "_base_seed", "_dataset_kind", "_next_index", "_num_workers"),
-        "_num_yielded",
+        *("_num_yielded", "_pin_memory", "_pin_memory_device", "_utils"),
     },
     "data/trainer/remote_loader.py": {"_iterator"},  # torch's DataLoader
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, like its _iterator
