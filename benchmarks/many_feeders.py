@@ -39,11 +39,11 @@ from lightning_sm.data.ipc.host_messages import Listening, Serve, StartedWorkers
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.calls import HeartbeatRequest
-from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
 from lightning_sm.data.trainer.feeder_client import FeederClient, HeldOpening
 from lightning_sm.errors import DataHostUnreachableError
+from lightning_sm.record.data_figures import RankFigures
 
 # Starting processes share few cores, so the timeout grows with the number of processes and of links.
 _TIMEOUT_S = 60.0

@@ -1,19 +1,33 @@
-"""The base class of messages between processes and hosts: typed structs, which msgspec encodes and validates."""
+"""The base class of messages between processes and hosts, and types of their fields, which msgspec validates."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Union
+from typing import Annotated, Any, Union
 
 import msgspec
+from msgspec import Meta
 
 # Create one decoder at a time: msgspec caches a type's information before it is complete, and crashes the process if
 # another thread then creates a decoder for the same type (seen with msgspec 0.22).
 _MAKING_DECODER = threading.Lock()
 
 _JSON = msgspec.json.Encoder()
+
+_MAX_INT = 2**63 - 1
+_MAX_FLOAT = 2.0**62
+
+AnyInt = Annotated[int, Meta(ge=-_MAX_INT - 1, le=_MAX_INT)]
+# A count, size or number of something.
+Natural = Annotated[int, Meta(ge=0, le=_MAX_INT)]
+# Bounded so that sums and quotients of many figures stay finite.
+Real = Annotated[float, Meta(ge=-_MAX_FLOAT, le=_MAX_FLOAT)]
+# The name of a rank, host, request or class.
+Name = Annotated[str, Meta(max_length=512)]
+# A number of ranks or workers.
+NumPlaces = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -244,8 +244,8 @@ class DataService(Line, frozen=True, tag="data"):
 
     Attributes:
         t: When it was written.
-        hosts: The fields of ``HostFigures`` (lightning_sm.data.protocol.figures) for each data host.
-        ranks: The fields of ``RankFigures`` (lightning_sm.data.protocol.figures) for each rank, by rank name.
+        hosts: The fields of ``HostFigures`` (lightning_sm.record.data_figures) for each data host.
+        ranks: The fields of ``RankFigures`` (lightning_sm.record.data_figures) for each rank, by rank name.
     """
 
     hosts: Sequence[Mapping[str, Any]] = msgspec.field(default_factory=list)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from lightning_sm.data.protocol.figures import HostFigures, RankFigures
+from lightning_sm.record.data_figures import HostFigures, RankFigures
 from lightning_sm.record.events import (
     FAILED,
     LAUNCHER,

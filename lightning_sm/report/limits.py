@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from lightning_sm._text import count, duration, percent, size, step_time, times
-from lightning_sm.data.trainer.waiting_reasons import paces, wait_cause
 from lightning_sm.record.thresholds import MIN_SECONDS, MIN_STEPS, NOT_INPUT_BOUND, WORTH_SHOWING, WaitCause, slow_rank
+from lightning_sm.record.waiting_reasons import paces, wait_cause
 from lightning_sm.report.figures import RESTARTS, SHUTDOWN, Figures
 
 # A removable limit that takes at least this share of the job ranks above the training work itself.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from lightning_sm._text import count, duration, listed, percent
-from lightning_sm.data.trainer.waiting_reasons import trouble
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record.events import FAILED, INTERRUPTED, STOPPED
 from lightning_sm.record.prices import Prices, cost
 from lightning_sm.record.thresholds import MIN_STEPS
+from lightning_sm.record.waiting_reasons import trouble
 from lightning_sm.report.figures import RUNNING, Figures
 from lightning_sm.report.limits import Limit, cause_of_wait, leading, limits
 from lightning_sm.report.sizing import advice, plan

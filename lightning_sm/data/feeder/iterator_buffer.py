@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from lightning_sm.data.feeder.scheduler import PassLimits, StepRange
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, Failed, StartIterator
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.frames import StepRangeHeader
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import BatchTooLargeError, WireError
+from lightning_sm.record.data_figures import BatchFigures
 
 # Stands for the end of an iterator until the end of its sampler or stream is known.
 _NO_END = 1 << 62

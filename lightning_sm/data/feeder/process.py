@@ -25,10 +25,10 @@ from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Rele
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import LOST_WORKERS, Failure, first_line
-from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import FrameKind, StepRangeHeader, frame, parse_failure
 from lightning_sm.data.protocol.openings import CallResult
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
+from lightning_sm.record.data_figures import RankFigures
 
 logger = logging.getLogger(__name__)
 

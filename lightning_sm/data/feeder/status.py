@@ -10,8 +10,8 @@ from lightning_sm.data.feeder.scheduler import FailureDecision, HostStatus, Retr
 from lightning_sm.data.ipc.feeder_messages import HostSnapshot
 from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.failures import LOST_WORKERS, USER_ERRORS, error_class
-from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.errors import DataServiceError
+from lightning_sm.record.data_figures import RankFigures
 
 # Retry policies for errors that data hosts report. All other errors are final.
 RETRIES = {

@@ -7,11 +7,11 @@ from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import HeartbeatRequest
 from lightning_sm.data.protocol.failures import error_class
 from lightning_sm.data.protocol.fetch import FetchSpec
-from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
 from lightning_sm.data.protocol.frames import EncodedBatch
 from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import DataServiceError
+from lightning_sm.record.data_figures import BatchFigures, HostFigures, RankFigures
 
 # From the training process
 

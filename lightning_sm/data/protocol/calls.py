@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec import field
 
-from lightning_sm._structs import Struct
-from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.message_codec import Name, Natural, NumPlaces, Real, decode
+from lightning_sm._structs import Name, Natural, NumPlaces, Real, Struct
+from lightning_sm.data.protocol.message_codec import decode
+from lightning_sm.record.data_figures import RankFigures
 
 # Maximum size of a request, which holds names, numbers, and the openings that a rank wants.
 MAX_REQUEST_BYTES = 1 << 20

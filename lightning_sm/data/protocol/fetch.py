@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from lightning_sm._structs import encode
-from lightning_sm.data.protocol.message_codec import AnyInt, Name, Natural, NumPlaces, decode_bounded
+from lightning_sm._structs import AnyInt, Name, Natural, NumPlaces, encode
+from lightning_sm.data.protocol.message_codec import decode_bounded
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import WireError
 

@@ -10,8 +10,9 @@ from typing import Annotated, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta
 
+from lightning_sm._structs import Natural, Real
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.message_codec import Natural, Real, decode, decode_bounded
+from lightning_sm.data.protocol.message_codec import decode, decode_bounded
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import WireError
 

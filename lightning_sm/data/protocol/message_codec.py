@@ -7,10 +7,9 @@ ends run the same version, so unknown fields and values are errors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from lightning_sm._structs import decoder
 from lightning_sm.errors import WireError
@@ -18,19 +17,6 @@ from lightning_sm.errors import WireError
 # Hook results include the contents of samplers, so they may be large. A parsed list takes 20 times its JSON size.
 _MAX_BYTES = 32 << 20
 _MAX_CONTAINERS = 1 << 18
-_MAX_INT = 2**63 - 1
-_MAX_FLOAT = 2.0**62
-
-AnyInt = Annotated[int, Meta(ge=-_MAX_INT - 1, le=_MAX_INT)]
-# A count, size or number of something.
-Natural = Annotated[int, Meta(ge=0, le=_MAX_INT)]
-# Bounded so that sums and quotients of many figures stay finite.
-Real = Annotated[float, Meta(ge=-_MAX_FLOAT, le=_MAX_FLOAT)]
-# The name of a rank, host, request or class.
-Name = Annotated[str, Meta(max_length=512)]
-# A number of ranks or workers.
-NumPlaces = Annotated[int, Meta(ge=1, le=1 << 16)]
-
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 

@@ -6,9 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
-from lightning_sm._structs import Struct
+from lightning_sm._structs import AnyInt, Name, Natural, NumPlaces, Struct
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.message_codec import AnyInt, Name, Natural, NumPlaces
 
 # Maximum number of openings per rank, for its loaders and the workers of its streams.
 _MAX_OPENINGS = 1 << 14

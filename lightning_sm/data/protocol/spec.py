@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from lightning_sm._structs import Struct
-from lightning_sm.data.protocol.message_codec import Natural
+from lightning_sm._structs import Natural, Struct
 
 # Batches are sent in pieces of this size, the fastest between 0.5 and 4 MiB (benchmarks/wire.py): smaller pieces cost
 # more thread switches, and larger ones do not fit into the caches.

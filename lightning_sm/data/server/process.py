@@ -19,7 +19,6 @@ from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.protocol import calls
-from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.message_codec import decode
 from lightning_sm.data.protocol.openings import OpeningsRequest
 from lightning_sm.data.protocol.spec import snapshot_hash
@@ -30,6 +29,7 @@ from lightning_sm.data.server.stream import fetch
 from lightning_sm.data.server.worker_pool import WorkerPool
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, WireError
+from lightning_sm.record.data_figures import RankFigures
 
 logger = logging.getLogger(__name__)
 

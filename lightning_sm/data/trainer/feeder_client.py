@@ -19,8 +19,8 @@ from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, NothingReceivedError, Released
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.openings import Opening
+from lightning_sm.record.data_figures import RankFigures
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from lightning_sm._random_state import RandomState
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, StartIterator
 from lightning_sm.data.protocol.fetch import FetchSpec
-from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.openings import Opening, StreamWorker
 from lightning_sm.data.trainer.feeder_client import FeederClient, HeldOpening
 from lightning_sm.data.trainer.slots import SlotPool, SlotRing
 from lightning_sm.errors import DataServiceError
+from lightning_sm.record.data_figures import BatchFigures
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

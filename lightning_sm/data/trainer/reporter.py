@@ -11,11 +11,11 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
 from lightning_sm.data.trainer.feeder_client import FeederClient
-from lightning_sm.data.trainer.waiting_reasons import trouble, verdict
 from lightning_sm.errors import DataServiceError
+from lightning_sm.record.data_figures import BatchFigures, HostFigures, RankFigures
 from lightning_sm.record.events import DataService, Event
+from lightning_sm.record.waiting_reasons import trouble, verdict
 from lightning_sm.timing.step_times import StepTimes
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm.data.host.data_host import DataHost
-from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.trainer import waiting_reasons
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
+from lightning_sm.record import waiting_reasons
+from lightning_sm.record.data_figures import RankFigures
 from lightning_sm.record.events import DataService, find_files, read_lines
 from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import Figures

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sm.data.protocol.figures import HostFigures, RankFigures
-from lightning_sm.data.trainer.waiting_reasons import verdict
 from lightning_sm.record import events
+from lightning_sm.record.data_figures import HostFigures, RankFigures
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
+from lightning_sm.record.waiting_reasons import verdict
 from lightning_sm.report.figures import STEPS, WAITING, Figures
 from lightning_sm.report.limits import cause_of_wait
 from lightning_sm.report.page import render

@@ -12,9 +12,9 @@ from msgspec.structs import asdict, replace
 
 from lightning_sm.data.protocol import calls, openings
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.message_codec import decode
 from lightning_sm.errors import WireError
+from lightning_sm.record.data_figures import RankFigures
 
 PROBLEM = Failure("RemoteTransformError", "no file 'a'", "unpickling the dataset")
 REPLY = openings.OpeningsReply(["a"], ["d" * 32], {"b": PROBLEM})

@@ -3,8 +3,8 @@
 import pytest
 
 from lightning_sm.data.ipc.feeder_messages import HostSnapshot
-from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.data.trainer.reporter import changes, logger_metrics
+from lightning_sm.record.data_figures import HostFigures, RankFigures
 
 
 def host(name="algo-2", **values):

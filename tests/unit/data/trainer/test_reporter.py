@@ -7,9 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 from lightning_sm.data.ipc.feeder_messages import FeederSnapshot, HostSnapshot
-from lightning_sm.data.protocol.figures import BatchFigures, RankFigures
 from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.errors import DataServiceError
+from lightning_sm.record.data_figures import BatchFigures, RankFigures
 from lightning_sm.record.events import DataService, Event
 from lightning_sm.record.step_clock import BACKWARD, DATA_WAIT, FORWARD, StepClock
 

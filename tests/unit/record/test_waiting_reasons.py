@@ -3,8 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from lightning_sm.data.protocol.figures import HostFigures, RankFigures
-from lightning_sm.data.trainer.waiting_reasons import trouble, verdict, wait_cause
+from lightning_sm.record.data_figures import HostFigures, RankFigures
+from lightning_sm.record.waiting_reasons import trouble, verdict, wait_cause
 
 # An epoch of 100 steps that takes 10 s and never waits.
 RANK = RankFigures(

@@ -11,8 +11,7 @@ from itertools import chain
 import msgspec
 from msgspec.structs import asdict, replace
 
-from lightning_sm._structs import Struct
-from lightning_sm.data.protocol.message_codec import Natural, Real
+from lightning_sm._structs import Natural, Real, Struct
 
 # Round to a tenth of a millisecond.
 _DIGITS = 4

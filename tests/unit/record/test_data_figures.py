@@ -7,9 +7,9 @@ import pytest
 from msgspec.structs import asdict
 
 from lightning_sm.data.protocol.calls import HeartbeatRequest
-from lightning_sm.data.protocol.figures import BatchFigures, RankFigures
 from lightning_sm.data.protocol.message_codec import decode
 from lightning_sm.errors import WireError
+from lightning_sm.record.data_figures import BatchFigures, RankFigures
 
 BATCH = BatchFigures(num_bytes=100, queue_s=0.1, produce_s=0.2, transfer_s=0.1, num_ready=0)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from lightning_sm._text import count, duration, percent, size, times
-from lightning_sm.data.protocol.figures import HostFigures, RankFigures
+from lightning_sm.record.data_figures import HostFigures, RankFigures
 from lightning_sm.record.thresholds import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, RankPace, WaitCause, slow_rank
 
 # Do not report waits below this fraction of the epoch or this many seconds.
