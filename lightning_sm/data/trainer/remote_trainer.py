@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from lightning_sm._unlisted import UnlistedCallback
@@ -24,12 +24,9 @@ class DataHostLoaders(UnlistedCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Wrap ``Strategy.process_dataloader``, which gets each loader after Lightning has replaced its sampler."""
-
-        def source() -> LoaderSource:
-            name = f"{HOOKS[trainer.state.stage.value]}_dataloader()"
-            return LoaderSource(self.connection, name, trainer.global_rank, trainer.world_size, trainer)
-
-        _wrap(trainer.strategy, source)
+        strategy = trainer.strategy
+        if not isinstance(strategy.process_dataloader, _ProcessLoader):
+            strategy.process_dataloader = _ProcessLoader(trainer, self.connection, strategy.process_dataloader)
         self.connection.reporter.begin_run()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -51,6 +48,19 @@ class DataHostLoaders(UnlistedCallback):
         self.connection.end_run()
 
 
+class _ProcessLoader:
+    """A replacement for a strategy's ``process_dataloader`` that also gives loaders workers on data hosts."""
+
+    def __init__(self, trainer: Any, connection: ServiceConnection, own: Any) -> None:
+        self._trainer, self._connection, self._own = trainer, connection, own
+
+    def __call__(self, loader: object) -> object:
+        trainer = self._trainer
+        name = f"{HOOKS[trainer.state.stage.value]}_dataloader()"
+        source = LoaderSource(self._connection, name, trainer.global_rank, trainer.world_size, trainer)
+        return self._own(remote_loader(loader, source))
+
+
 def fetch_in_fabric(fabric: Any, connection: ServiceConnection) -> None:
     """Have the loaders that a ``Fabric`` sets up use workers on data hosts.
 
@@ -58,15 +68,14 @@ def fetch_in_fabric(fabric: Any, connection: ServiceConnection) -> None:
         fabric: The Fabric.
         connection: The connection to the data hosts.
     """
-    _wrap(fabric.strategy, lambda: LoaderSource(connection, "a loader", fabric.global_rank, fabric.world_size))
-
-
-def _wrap(strategy: Any, source: Callable[[], LoaderSource]) -> None:
-    """Replace a strategy's ``process_dataloader``, once, with one that also gives loaders workers on data hosts."""
+    strategy = fabric.strategy
     own = strategy.process_dataloader
-    if not hasattr(own, "gives_workers"):
-        strategy.process_dataloader = lambda loader: own(remote_loader(loader, source()))
-        strategy.process_dataloader.gives_workers = True
+
+    def process(loader: object) -> object:
+        source = LoaderSource(connection, "a loader", fabric.global_rank, fabric.world_size)
+        return own(remote_loader(loader, source))
+
+    strategy.process_dataloader = process
 
 
 def use_data_hosts(trainer: Any, connection: ServiceConnection, datamodules: Iterable[Any] = ()) -> None:
