@@ -49,12 +49,12 @@ def alarm():
 
 
 def test_a_data_host_that_does_not_listen_is_an_error(monkeypatch):
-    """If imports take too long, an error gives the timeout, and the process is killed."""
+    """If imports take too long, an error gives the timeout, and the process is stopped."""
     monkeypatch.setattr(data_host, "_START_TIMEOUT_S", 0.1)
     host = DataHost()
     with pytest.raises(DataServiceError, match=r"is not listening after 0\.1 s"):
         host.__enter__()
-    assert host._process.returncode == -signal.SIGKILL
+    assert host._process.returncode == -signal.SIGTERM
 
 
 def test_a_timeout_of_the_script_ends_its_waits(alarm, monkeypatch, pool):
@@ -74,7 +74,7 @@ def test_a_timeout_of_the_script_ends_its_waits(alarm, monkeypatch, pool):
         patch.setattr(MessageSocket, "receive", receive_until_alarm)
         with pytest.raises(TimeoutError, match="the user's"):
             host.__enter__()
-    assert host._process.returncode == -signal.SIGKILL
+    assert host._process.returncode == -signal.SIGTERM
     with remote([pool.hosts[0].address], Data(make_slow)) as module:
         batches = iter(module.train_dataloader())
         with pytest.raises(TimeoutError, match="the user's"):
