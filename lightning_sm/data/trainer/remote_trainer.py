@@ -24,9 +24,8 @@ class DataHostLoaders(UnlistedCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Wrap ``Strategy.process_dataloader``, which gets each loader after Lightning has replaced its sampler."""
-        strategy = trainer.strategy
-        if not isinstance(strategy.process_dataloader, _ProcessLoader):
-            strategy.process_dataloader = _ProcessLoader(trainer, self.connection, strategy.process_dataloader)
+        if not isinstance(trainer.strategy.process_dataloader, _ProcessLoader):
+            trainer.strategy.process_dataloader = _ProcessLoader(trainer, self.connection, trainer)
         self.connection.reporter.begin_run()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -49,15 +48,22 @@ class DataHostLoaders(UnlistedCallback):
 
 
 class _ProcessLoader:
-    """A replacement for a strategy's ``process_dataloader`` that also gives loaders workers on data hosts."""
+    """A replacement for a strategy's ``process_dataloader`` that also gives loaders workers on data hosts.
 
-    def __init__(self, trainer: Any, connection: ServiceConnection, own: Any) -> None:
-        self._trainer, self._connection, self._own = trainer, connection, own
+    Args:
+        owner: The Trainer or the Fabric with the strategy.
+        connection: The connection to the data hosts.
+        trainer: The Trainer, if any.
+    """
+
+    def __init__(self, owner: Any, connection: ServiceConnection, trainer: Any = None) -> None:
+        self._owner, self._connection, self._trainer = owner, connection, trainer
+        self._own = owner.strategy.process_dataloader
 
     def __call__(self, loader: object) -> object:
-        trainer = self._trainer
-        name = f"{HOOKS[trainer.state.stage.value]}_dataloader()"
-        source = LoaderSource(self._connection, name, trainer.global_rank, trainer.world_size, trainer)
+        owner, trainer = self._owner, self._trainer
+        name = "a loader" if trainer is None else f"{HOOKS[trainer.state.stage.value]}_dataloader()"
+        source = LoaderSource(self._connection, name, owner.global_rank, owner.world_size, trainer)
         return self._own(remote_loader(loader, source))
 
 
@@ -68,14 +74,7 @@ def fetch_in_fabric(fabric: Any, connection: ServiceConnection) -> None:
         fabric: The Fabric.
         connection: The connection to the data hosts.
     """
-    strategy = fabric.strategy
-    own = strategy.process_dataloader
-
-    def process(loader: object) -> object:
-        source = LoaderSource(connection, "a loader", fabric.global_rank, fabric.world_size)
-        return own(remote_loader(loader, source))
-
-    strategy.process_dataloader = process
+    fabric.strategy.process_dataloader = _ProcessLoader(fabric, connection)
 
 
 def use_data_hosts(trainer: Any, connection: ServiceConnection, datamodules: Iterable[Any] = ()) -> None:
