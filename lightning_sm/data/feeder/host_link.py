@@ -101,7 +101,7 @@ class HostLink:
     @property
     def name(self) -> str:
         """Name of the host, with its address."""
-        name = self.report.name if self.report is not None else ""
+        name = self.report.host.name if self.report is not None else ""
         return f"{name} ({self.address})" if name and name != self.address else self.address
 
     def want_source(self, opening: Opening) -> None:

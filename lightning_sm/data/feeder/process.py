@@ -196,7 +196,7 @@ class Feeder:
 
     def link_up(self, link: HostLink) -> None:
         """Start requesting batches from the host."""
-        workers = max(1, link.report.workers if link.report is not None else 0)
+        workers = max(1, link.report.host.workers if link.report is not None else 0)
         num_credits = -(-workers // self._num_ranks) + _EXTRA_CREDITS
         with self._lock:
             self._scheduler.host_up(link.address, num_credits)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from msgspec.structs import asdict, replace
+
 from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.feeder.scheduler import FailureDecision, HostStatus, Retry
 from lightning_sm.data.ipc.feeder_messages import HostSnapshot
 from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.failures import LOST_WORKERS, USER_ERRORS, error_class
 from lightning_sm.errors import DataServiceError
-from lightning_sm.record.data_figures import RankFigures
+from lightning_sm.record.data_figures import HostFigures, RankFigures
 
 # Retry policies for errors that data hosts report. All other errors are final.
 RETRIES = {
@@ -59,8 +61,9 @@ def host_snapshot(link: HostLink, status: HostStatus | None) -> HostSnapshot:
         status: The host's status in the scheduler, or None if the host was never reached.
     """
     status = status or HostStatus(link.name)
-    report = link.report or HostReport(link.name, workers=0, busy=0)
-    return HostSnapshot(
+    report = link.report or HostReport(HostFigures(link.name))
+    figures = replace(
+        report.host,
         name=link.name,
         state=status.state.value,
         why=link.detail,
@@ -69,14 +72,8 @@ def host_snapshot(link: HostLink, status: HostStatus | None) -> HostSnapshot:
         num_retries=status.num_retries,
         num_hedges=status.num_hedges,
         num_lost=link.num_lost,
-        in_flight=status.num_in_flight,
-        workers=report.workers,
-        busy=report.busy,
-        busy_s=report.busy_s,
-        capacity_s=report.capacity_s,
-        num_built=report.built,
-        built_s=report.built_s,
     )
+    return HostSnapshot(**asdict(figures), in_flight=status.num_in_flight, busy=report.busy)
 
 
 def rank_figures(links: Iterable[HostLink]) -> dict[str, RankFigures]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec import field
 
-from lightning_sm._structs import Name, Natural, NumPlaces, Real, Struct
+from lightning_sm._structs import Name, Natural, NumPlaces, Struct
 from lightning_sm.data.protocol.message_codec import decode
-from lightning_sm.record.data_figures import RankFigures
+from lightning_sm.record.data_figures import HostFigures, RankFigures
 
 # Maximum size of a request, which holds names, numbers, and the openings that a rank wants.
 MAX_REQUEST_BYTES = 1 << 20
@@ -34,24 +34,14 @@ class HostReport(Struct, frozen=True):
     """The state of a data host: the answer to Heartbeat and Status.
 
     Attributes:
-        name: Name of the data host.
-        workers: Number of its workers.
+        host: The host's name and its work, without what only a rank knows.
         busy: Number of workers that are building batches.
-        busy_s: Seconds that workers worked while trainers had more to request, summed over all workers.
-        capacity_s: Seconds that the workers could have worked in this time.
-        built: Number of requests that the workers have completed.
-        built_s: Seconds that these requests took.
         figures: Figures of each rank, by name, if requested.
         channels: Names of the host's input channels; only in answers to Status.
     """
 
-    name: str
-    workers: Natural
-    busy: Natural
-    busy_s: Real = 0.0
-    capacity_s: Real = 0.0
-    built: Natural = 0
-    built_s: Real = 0.0
+    host: HostFigures
+    busy: Natural = 0
     figures: dict[str, RankFigures] = field(default_factory=dict)
     channels: list[str] = field(default_factory=list)
 

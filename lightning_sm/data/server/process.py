@@ -174,7 +174,8 @@ class ServerProcess:
         # Report the configured number of workers: the first heartbeat arrives before any worker is forked, and trainers
         # use the number to decide how many batches to request.
         report = self._pool.report(self._settings.name)
-        return structs.replace(report, workers=self._settings.workers, figures=figures)
+        host = structs.replace(report.host, workers=self._settings.workers)
+        return structs.replace(report, host=host, figures=figures)
 
 
 def _parse(kind: type[_Request], request: bytes, context: Any) -> _Request:

@@ -23,6 +23,7 @@ from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.frames import StepRangeHeader
 from lightning_sm.data.protocol.spec import StreamEnd
+from lightning_sm.record.data_figures import HostFigures
 
 # A worker is considered hung if a cancelled task takes longer than this time, and longer than this multiple of the
 # longest task.
@@ -240,15 +241,15 @@ class WorkerPool:
         """Return a report about the workers, with ``name`` as the name of the data host."""
         with self._lock:
             num_busy, num_workers = self._load()
-            return HostReport(
+            host = HostFigures(
                 name,
                 workers=num_workers,
-                busy=num_busy,
                 busy_s=self._work.busy_s,
                 capacity_s=self._work.capacity_s,
-                built=self._num_built,
+                num_built=self._num_built,
                 built_s=self._built_s,
             )
+            return HostReport(host, num_busy)
 
     def close(self) -> None:
         """Close the connections to all workers, which makes them exit."""

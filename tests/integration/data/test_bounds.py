@@ -126,7 +126,7 @@ def test_a_request_is_short(server):
 def test_a_call_that_only_looks_takes_no_lease(server):
     """Status describes the data host without a lease, so it keeps no training out."""
     report = HostReport.parse(server.start("Status").result())
-    assert (report.name, report.workers) == ("algo-9", 2)
+    assert (report.host.name, report.host.workers) == ("algo-9", 2)
     server.start("Heartbeat", client="rank 0 on algo-1", world_size=1).result()
     server.start("Heartbeat", client="rank 0 on algo-1", world_size=1, is_last=True).result()
     server.received(1, Finished)

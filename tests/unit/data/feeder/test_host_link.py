@@ -7,6 +7,7 @@ from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.protocol.calls import HeartbeatRequest, HostReport
 from lightning_sm.data.protocol.message_codec import decode
 from lightning_sm.data.settings import Credentials
+from lightning_sm.record.data_figures import HostFigures
 
 TIMEOUT_S = 60.0
 CREDENTIALS = Credentials("job", "token")
@@ -35,7 +36,7 @@ class SlowHost:
             self.has_heartbeat.set()
             assert self.may_answer.wait(TIMEOUT_S)
         self.taken.append(is_last)
-        return HostReport("algo-3", workers=1, busy=0).encode()
+        return HostReport(HostFigures("algo-3", workers=1)).encode()
 
     def open(self, name, receiver, requests):
         """Open no stream: no batch is requested."""

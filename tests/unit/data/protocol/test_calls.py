@@ -14,7 +14,7 @@ from lightning_sm.data.protocol import calls, openings
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.message_codec import decode
 from lightning_sm.errors import WireError
-from lightning_sm.record.data_figures import RankFigures
+from lightning_sm.record.data_figures import HostFigures, RankFigures
 
 PROBLEM = Failure("RemoteTransformError", "no file 'a'", "unpickling the dataset")
 REPLY = openings.OpeningsReply(["a"], ["d" * 32], {"b": PROBLEM})
@@ -148,28 +148,20 @@ def test_a_request_is_bounded(call, request_, changed, why):
 @pytest.mark.parametrize(
     "change",
     [
-        {"busy_s": "1"},
-        {"capacity_s": float("nan")},
-        {"built": None},
-        {"built_s": True},
+        {"host": {"name": "a", "busy_s": "1"}},
+        {"host": {"name": "a", "capacity_s": float("nan")}},
+        {"host": {"name": "a", "num_built": None}},
+        {"host": {"name": "a", "built_s": True}},
+        {"host": {"name": 7}},
         {"figures": 1},
         {"figures": {"rank 1": {"wait": 1.0}}},
-        {"name": 7},
         {"surprise": 7},
     ],
     ids=str,
 )
 def test_impossible_figures_of_a_host_are_refused(change):
     """Impossible figures are refused, because reports compute with them."""
-    reply = {
-        "name": "a",
-        "workers": 1,
-        "busy": 0,
-        "busy_s": 0.5,
-        "capacity_s": 1,
-        "built": 2,
-        "built_s": 3.5,
-    }
+    reply = {"host": HostFigures("a", workers=1, busy_s=0.5, capacity_s=1.0, num_built=2, built_s=3.5), "busy": 0}
     reply["figures"] = {"rank 1": RankFigures()}
     assert calls.HostReport.parse(encoded(reply)) == calls.HostReport(**reply)
     with pytest.raises(WireError):
