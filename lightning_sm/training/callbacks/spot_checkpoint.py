@@ -26,7 +26,7 @@ from lightning_sm.job.outcomes import INTERRUPTED_EXIT_CODE
 from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.uploads import files_of
 from lightning_sm.training.checkpoints.auto_resume import CheckpointLoader
-from lightning_sm.training.checkpoints.find_newest import JOB_KEY, job_facts
+from lightning_sm.training.checkpoints.find_newest import JOB_KEY, job_facts, optimizer_names
 from lightning_sm.training.checkpoints.finder_results import save_searched
 from lightning_sm.training.checkpoints.fits import Fit
 from lightning_sm.training.checkpoints.sharded import object_stores, remove_folder
@@ -342,6 +342,7 @@ class SpotCheckpoint(Checkpoint):
             checkpoint[JOB_KEY] = job_facts(
                 self._job,
                 self._fit,
+                optimizers=optimizer_names(trainer),
                 is_ending=trainer.should_stop,
                 is_interruption=self._moment is not _SavedMoment.OTHER,
             )

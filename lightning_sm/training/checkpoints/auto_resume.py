@@ -13,7 +13,7 @@ from typing import Any
 from lightning_sm._text import shortened
 from lightning_sm.errors import CheckpointError, CheckpointMismatchError, LightningSMError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.training.checkpoints.find_newest import FoundCheckpoint, newest_checkpoint
+from lightning_sm.training.checkpoints.find_newest import JOB_KEY, FoundCheckpoint, newest_checkpoint, optimizer_names
 from lightning_sm.training.checkpoints.finder_results import allow_searches, restore_searched, skip_searches
 from lightning_sm.training.checkpoints.fits import Fit
 from lightning_sm.training.checkpoints.transfer import HostLeaders, on_every_host
@@ -117,6 +117,8 @@ class CheckpointLoader:
                 the script.
         """
         try:
+            if self._chosen_path is not None:
+                self._check_optimizers()
             restore()
         except Exception as error:
             path = self._chosen_path
@@ -129,6 +131,16 @@ class CheckpointLoader:
                 f"file: checkpoints), or delete the files there ({path.parent} on this host). To continue, use the "
                 "model that the checkpoint was saved with."
             ) from error
+
+    def _check_optimizers(self) -> None:
+        """Check that the checkpoint is from optimizers of the same classes, once the script has made its own.
+
+        Otherwise, an optimizer would take over the settings of another class: torch loads them, too, and may not fail.
+        """
+        saved = self._connector._loaded_checkpoint.get(JOB_KEY, {}).get("optimizers")
+        own = optimizer_names(self._trainer)
+        if saved and own and saved != own:
+            raise ValueError(f"It was saved with {', '.join(saved)}, but the script trains with {', '.join(own)}.")
 
     def _load_on_all_hosts(self, path: Any, options: dict[str, Any], host: int = 0) -> None:
         folder = self._job.checkpoint_dir or self._job.host_output_dir

@@ -39,18 +39,31 @@ _DEEPSPEED_TAG = "latest"
 _DEEPSPEED_MAIN = re.compile(r"(zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
 
 
-def job_facts(job: SageMakerJob, fit: Fit, *, is_ending: bool = False, is_interruption: bool = False) -> dict[str, Any]:
+def job_facts(
+    job: SageMakerJob,
+    fit: Fit,
+    *,
+    optimizers: Sequence[str] = (),
+    is_ending: bool = False,
+    is_interruption: bool = False,
+) -> dict[str, Any]:
     """Return the value of ``JOB_KEY`` in a checkpoint: facts that identify the job that wrote it.
 
     Args:
         job: The job.
         fit: The fit that saves the checkpoint.
+        optimizers: The ``optimizer_names`` of the Trainer.
         is_ending: Whether a callback such as ``EarlyStopping`` has ended the fit.
         is_interruption: Whether the checkpoint is saved because of an interruption, after all hooks of its step.
     """
     facts = {"name": job.name, "checkpoint_s3_uri": job.checkpoint_uri, "fit": asdict(fit)}
-    marks = {"is_ending": is_ending, "is_interruption": is_interruption}
-    return {**facts, **{name: True for name, is_set in marks.items() if is_set}}
+    marks = {"optimizers": list(optimizers), "is_ending": is_ending, "is_interruption": is_interruption}
+    return {**facts, **{name: value for name, value in marks.items() if value}}
+
+
+def optimizer_names(trainer: Any) -> list[str]:
+    """Return the names of the classes of a Trainer's optimizers."""
+    return [f"{type(one).__module__}.{type(one).__qualname__}" for one in trainer.optimizers]
 
 
 def newest_checkpoint(
