@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from lightning_sm.job.hyperparameters import encode
 from lightning_sm.job.instance_types import num_gpus
 from lightning_sm.job.redaction import is_secret, shown
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import DATA_GROUPS, JOB_SECRET, SETTINGS, misspelled
+from lightning_sm.job.variables import DATA_GROUPS, JOB_SECRET, MAX_RESTARTS, SETTINGS, misspelled
 from lightning_sm.submit.cost_limit import cost_problems
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.problems import Findings, JobProblem
@@ -28,6 +29,8 @@ from lightning_sm.submit.request_limits import IF_NEW, PLACES, matches, values_o
 from lightning_sm.submit.training_job import MAX_NAME_CHARS, config_of, prepared, script_options
 from lightning_sm.submit.tuning import tuning_problems
 
+# https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_StoppingCondition.html
+_MAX_RUN_S = 28 * 24 * 3600
 _NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9])*")
 # Amazon ECR, "Private registry"; training images from elsewhere need a VPC and a private registry.
 ECR_IMAGE = re.compile(
@@ -129,6 +132,13 @@ def _limits(job: Job) -> Iterator[JobProblem]:
             f"name is {job.name!r}; expected at most {MAX_NAME_CHARS} letters, digits and hyphens, with no hyphen at "
             "either end (the time is appended).",
         )
+    if job.max_run_s > _MAX_RUN_S:
+        yield JobProblem("max_run_s", f"max_run_s is {job.max_run_s}; the service allows {_MAX_RUN_S} (28 days).")
+    if repeated := [name for name, number in Counter(job.metrics).items() if number > 1]:
+        yield JobProblem("metrics", f"metrics names {', '.join(repeated)} more than once.")
+    for tag in job.tags:
+        if tag.lower().startswith("aws:"):
+            yield JobProblem(f"tags.{tag}", f"tags: {tag} begins with aws:, which AWS reserves for itself.")
     if job.spot is not None and job.spot.max_wait_s < job.max_run_s:
         yield JobProblem(
             "spot.max_wait_s",
@@ -189,6 +199,11 @@ def _build(job: Job) -> Iterator[JobProblem]:
 
 def _environment(job: Job) -> Iterator[JobProblem]:
     environment = prepared(job).environment
+    if job.max_restarts and MAX_RESTARTS.name in job.environment:
+        yield JobProblem(
+            f"environment.{MAX_RESTARTS.name}",
+            f"environment has {MAX_RESTARTS.name}, which the key max_restarts sets. Use max_restarts.",
+        )
     for setting in SETTINGS:
         try:
             setting.read(environment)

@@ -29,7 +29,7 @@ _NOT_MISSED = frozenset({"TrainingJobName", "HyperParameters", "Tags", "Profiler
 
 
 def tuning_problems(job: Job) -> Iterator[JobProblem]:
-    """Yield a problem for each invalid range; ``request_limits`` checks the rest of the request."""
+    """Yield a problem for each invalid setting; ``request_limits`` checks the rest of the request."""
     if job.tune is None:
         return
     if not job.tune.ranges:
@@ -48,6 +48,23 @@ def tuning_problems(job: Job) -> Iterator[JobProblem]:
             yield JobProblem(key, f"{key}: give either min and max, or values.")
         elif span.min is not None and span.max is not None and not span.min < span.max:
             yield JobProblem(key, f"{key}: min is {span.min} and max is {span.max}; min must be smaller than max.")
+        elif span.min is not None and span.max is not None:
+            # https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_ContinuousParameterRange.html
+            if span.scale == "log" and span.min <= 0:
+                yield JobProblem(key, f"{key}: min is {span.min}; with scale: log, expected more than 0.")
+            if span.scale == "reverse_log" and not 0 <= span.min < span.max < 1:
+                yield JobProblem(
+                    key,
+                    f"{key}: min is {span.min} and max is {span.max}; with scale: reverse_log, expected at least 0 and "
+                    "less than 1.",
+                )
+    most = job.tune.max_jobs or _DEFAULT_JOBS
+    if job.tune.parallel_jobs > most and not (job.tune.max_jobs is None and job.tune.strategy == "grid"):
+        yield JobProblem(
+            "tune.parallel_jobs",
+            f"tune.parallel_jobs is {job.tune.parallel_jobs}, but the tuning job has only {most} training jobs "
+            "(tune.max_jobs).",
+        )
 
 
 def tuning_job(tune: Tune, name: str, request: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

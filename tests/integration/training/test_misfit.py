@@ -48,7 +48,10 @@ def test_a_checkpoint_of_another_model_is_named_with_what_to_do(alone, work):
         ({"WIDTH": "3"}, "RuntimeError: Error(s) in loading state_dict for Model:\n\tsize mismatch for layer.weight: "),
         ({"WIDTH": "2", "GROUPS": "1"}, "ValueError: loaded state dict has a different number of parameter groups"),
         # torch loads this, and then fails at the first step, or trains with the other optimizer's settings.
-        ({"WIDTH": "2", "OPTIMIZER": "Adam"}, "ValueError: It was saved with torch.optim.sgd.SGD, but the script trains"),
+        (
+            {"WIDTH": "2", "OPTIMIZER": "Adam"},
+            "ValueError: It was saved with torch.optim.sgd.SGD, but the script",
+        ),
     ):
         ended = train(alone, work, "train.py", STEPS="2", LIGHTNING_SM_MAX_RESTARTS="1", **other)
         assert ended.returncode == 1

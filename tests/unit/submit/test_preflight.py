@@ -64,6 +64,13 @@ def test_registries_of_every_partition_are_known(registry, region):
         ({"name": "a" * 30 + "-"}, ["name"]),
         ({"spot": Spot(60), "checkpoints": "s3://bucket/c"}, ["spot.max_wait_s", "60", "max_run_s", "86400"]),
         ({"max_restarts": -1, "checkpoints": "s3://bucket/c"}, ["LIGHTNING_SM_MAX_RESTARTS", "-1", "from 0 to 1000"]),
+        (
+            {"max_restarts": 3, "environment": {"LIGHTNING_SM_MAX_RESTARTS": "2"}, "checkpoints": "s3://bucket/c"},
+            ["environment has LIGHTNING_SM_MAX_RESTARTS, which the key max_restarts sets"],
+        ),
+        ({"max_run_s": 2419201}, ["max_run_s is 2419201", "2419200 (28 days)"]),
+        ({"metrics": ["val_acc", "loss", "val_acc"]}, ["metrics names val_acc more than once"]),
+        ({"tags": {"AWS:x": "y"}}, ["AWS:x begins with aws:"]),
         ({"source_dir": "/nix/nirgends", "script": "a.py"}, ["source_dir", "/nix/nirgends"]),
         ({"source_dir": CODE, "script": "nix.py"}, ["script", "nix.py", "source_dir"]),
         ({"source_dir": CODE, "script": "../submit/test_preflight.py"}, ["not a file in source_dir", CODE]),

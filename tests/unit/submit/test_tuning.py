@@ -163,6 +163,10 @@ def test_the_objective_is_a_metric_of_the_job(metrics):
         ({"ranges": {"lr": Range()}}, ["tune.ranges.lr", "either min and max, or values"]),
         ({"ranges": {"lr": Range(2, 1)}}, ["min is 2 and max is 1"]),
         ({"ranges": {"lr": Range(values=[])}}, ["either min and max, or values"]),
+        ({"ranges": {"lr": Range(0, 1, scale="log")}}, ["min is 0; with scale: log, expected more than 0"]),
+        ({"ranges": {"lr": Range(0.5, 1, scale="reverse_log")}}, ["max is 1; with scale: reverse_log", "less than 1"]),
+        ({"max_jobs": 5, "parallel_jobs": 6}, ["tune.parallel_jobs is 6", "only 5", "tune.max_jobs"]),
+        ({"max_jobs": None, "parallel_jobs": 11}, ["only 10"]),
         ({"ranges": {"a b": Range(0, 1)}}, ["'a b'", "cannot be an option"]),
     ],
 )
