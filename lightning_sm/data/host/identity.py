@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler
 
 from lightning_sm.data.host.generators import reachable
@@ -82,10 +81,5 @@ def _digest(values: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
-        return value.tolist()
-    if isinstance(value, range):
-        return list(value)
-    raise TypeError(f"a {type(value).__name__} is neither a name nor a number")
+    """Return the text of a path, or the numbers in an array, tensor or range; or else the value, which json refuses."""
+    return str(value) if isinstance(value, Path) else np.asarray(value).tolist()

@@ -173,9 +173,7 @@ class ServerProcess:
     def _report(self, figures: dict[str, RankFigures]) -> calls.HostReport:
         # Report the configured number of workers: the first heartbeat arrives before any worker is forked, and trainers
         # use the number to decide how many batches to request.
-        report = self._pool.report(self._settings.name)
-        host = structs.replace(report.host, workers=self._settings.workers)
-        return structs.replace(report, host=host, figures=figures)
+        return structs.replace(self._pool.report(self._settings.name, self._settings.workers), figures=figures)
 
 
 def _parse(kind: type[_Request], request: bytes, context: Any) -> _Request:

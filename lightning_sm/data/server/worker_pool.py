@@ -237,10 +237,14 @@ class WorkerPool:
         for other in moved:
             other.answer(Failure("StreamMoved", f"worker {worker.number}, which had the stream open, {why}"))
 
-    def report(self, name: str) -> HostReport:
-        """Return a report about the workers, with ``name`` as the name of the data host."""
+    def report(self, name: str, num_workers: int) -> HostReport:
+        """Return a report about the work.
+
+        Args:
+            name: Name of the data host.
+            num_workers: Number of workers that it is to have.
+        """
         with self._lock:
-            num_busy, num_workers = self._load()
             host = HostFigures(
                 name,
                 workers=num_workers,
@@ -249,7 +253,7 @@ class WorkerPool:
                 num_built=self._num_built,
                 built_s=self._built_s,
             )
-            return HostReport(host, num_busy)
+            return HostReport(host, busy=self._load()[0])
 
     def close(self) -> None:
         """Close the connections to all workers, which makes them exit."""
