@@ -39,7 +39,7 @@ class FakeHost:
     """
 
     def __init__(self, answer: Callable[[int], list[bytes]] | None = None) -> None:
-        self.heartbeat = json.dumps({"name": "fake", "workers": 2, "busy": 0}).encode()
+        self.heartbeat = json.dumps({"host": {"name": "fake", "workers": 2}}).encode()
         self.opened: bytes | None = None
         self.answer = answer
         self.loaded: list[bytes] = []
