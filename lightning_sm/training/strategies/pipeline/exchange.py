@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -65,11 +66,23 @@ class Replica:
 
     def send(self, value: Any, position: int) -> None:
         """Send a value to a position; the rank there must call ``receive``."""
+        wait_for(self.start_sending(value, position))
+
+    def start_sending(self, value: Any, position: int) -> list[dist.Work | None]:
+        """Send a value to a position, without waiting until it has arrived.
+
+        Args:
+            value: Any value; do not change its tensors before they have arrived.
+            position: The position in the pipeline; the rank there must call ``receive``.
+
+        Returns:
+            What to wait for.
+        """
         tensors: list[Tensor] = []
-        around = [self._without_tensors(value, tensors)]
-        dist.send_object_list(around, group=self._objects, group_dst=position)
-        for tensor in tensors:
-            dist.send(tensor, group=self.group, group_dst=position)
+        around = torch.frombuffer(bytearray(pickle.dumps(self._without_tensors(value, tensors))), dtype=torch.uint8)
+        start = partial(dist.isend, dst=self.ranks[position])
+        sent = [start(part, group=self._objects) for part in (torch.tensor([len(around)]), around)]
+        return [*sent, *(start(tensor, group=self.group) for tensor in tensors)]
 
     def receive(self, position: int, *, to_host: bool = False) -> Any:
         """Return the value that the rank at a position sends.
@@ -78,10 +91,13 @@ class Replica:
             position: The position in the pipeline.
             to_host: Whether to move each tensor to main memory before the next one arrives.
         """
-        around: list[Any] = [None]
-        dist.recv_object_list(around, group=self._objects, group_src=position)
-        transfer = partial(dist.recv, group=self.group, group_src=position)
-        return self._with_tensors(around[0], [], transfer, to_host=to_host)
+        receive = partial(dist.recv, src=self.ranks[position])
+        length = torch.empty(1, dtype=torch.int64)
+        receive(length, group=self._objects)
+        around = torch.empty(int(length), dtype=torch.uint8)
+        receive(around, group=self._objects)
+        structure = pickle.loads(around.numpy().tobytes())  # noqa: S301  # from another rank of this job
+        return self._with_tensors(structure, [], partial(receive, group=self.group), to_host=to_host)
 
     def gather(self, value: Any) -> list[Any] | None:
         """Return the values of all positions, in main memory, if this is position 0; elsewhere, return None.
@@ -132,19 +148,6 @@ class Replica:
             error = raised
         self.raise_together(error)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Raise an error from the block on this rank at once, even inside ``together``.
-
-        In the middle of a schedule, the other ranks wait for this rank's tensors; they fail when this process exits.
-        """
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  # raised below
-            # torch wraps errors that layers raise.
-            self._raised = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            raise self._raised from None
-
     def _without_tensors(self, value: Any, tensors: list[Tensor]) -> Any:
         def take(value: Tensor | bytes) -> Any:
             # Return bytes whole: Lightning would visit each byte, and a random state has thousands.
@@ -153,7 +156,8 @@ class Replica:
             # NCCL sends only strided tensors on this rank's device; all others are pickled.
             if value.device.type != self.device.type or value.layout is not torch.strided:
                 return value.cpu()
-            tensors.append(value.detach().contiguous())
+            # Not detach(): to torch, NCCL's broadcast changes the tensor in place, and an autograd graph may need it.
+            tensors.append(value.data.contiguous())
             return _Gap(value.shape, value.dtype, value.requires_grad)
 
         return apply_to_collection(value, (Tensor, bytes), take)
@@ -173,3 +177,14 @@ class Replica:
             return (tensor.cpu() if to_host else tensor).requires_grad_(gap.requires_grad)
 
         return apply_to_collection(around, (_Gap, bytes), fill)
+
+
+def wait_for(started: Iterable[dist.Work | None]) -> None:
+    """Wait until started transfers are done.
+
+    Args:
+        started: The transfers.
+    """
+    for work in started:
+        if work is not None:  # this rank is not in the group
+            work.wait()

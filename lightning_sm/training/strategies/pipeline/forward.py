@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.random_state import preserve_random_state, stage_stream
-from lightning_sm.training.strategies.pipeline.rows import num_microbatches
+from lightning_sm.training.strategies.pipeline.relay import relay
 from lightning_sm.training.strategies.pipeline.stage import Stage, as_output, as_tuple
 
 # Largest difference between outputs that counts as rounding, relative to the largest output. It exceeds one
 # kernel's rounding errors, because different numbers of rows may select different kernels.
 _TOLERANCE = 1e-2
 _TOLERANCE_EPS = 16
-
-
-class StageShapes(NamedTuple):
-    """The inputs and outputs of a stage for a microbatch, as tensors without data (device "meta").
-
-    Attributes:
-        inputs: The inputs.
-        outputs: The outputs.
-        changing: Class names of the stage's modules that change their buffers.
-    """
-
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    changing: tuple[str, ...] = ()
 
 
 def evaluate(stage: Stage, replica: Replica, inputs: Sequence[Any], most_microbatches: int) -> Any:
@@ -50,13 +35,56 @@ def evaluate(stage: Stage, replica: Replica, inputs: Sequence[Any], most_microba
     """
     rows = {len(value) for value in inputs if isinstance(value, Tensor) and value.ndim}
     # Inputs of different lengths cannot be split by rows, so run them as one microbatch.
-    number = num_microbatches(rows.pop(), most_microbatches) if len(rows) == 1 and 0 not in rows else 1
-    split = [value.chunk(number) if isinstance(value, Tensor) and value.ndim else [value] * number for value in inputs]
+    number = min(*rows, most_microbatches) if len(rows) == 1 and 0 not in rows else 1
     with stage_stream(replica.position), torch.no_grad():
-        outputs = _run(stage, replica, list(zip(*split, strict=True)))
-    if not replica.is_last:
-        return None
-    return as_output([torch.cat(parts) if number > 1 else parts[0] for parts in zip(*outputs, strict=True)])
+        return run_forward(replica, cut(inputs, number), lambda _, values: as_tuple(stage(*values)))
+
+
+def cut(inputs: Sequence[Any], number: int) -> list[tuple[Any, ...]]:
+    """Return the network's inputs for each microbatch.
+
+    Args:
+        inputs: The network's inputs: tensors with equal numbers of rows. All else is for every microbatch.
+        number: Number of microbatches, at most the number of rows.
+    """
+    parts = [
+        value.tensor_split(number) if isinstance(value, Tensor) and value.ndim else [value] * number for value in inputs
+    ]
+    return list(zip(*parts, strict=True))
+
+
+def run_forward(replica: Replica, microbatches: Sequence[Any], run: Callable[[int, Any], Any]) -> Any:
+    """Run microbatches through the stages; a collective call within the replica.
+
+    Args:
+        replica: The ranks of this replica.
+        microbatches: The network's inputs for each microbatch; used on the first rank.
+        run: Called with the number and the inputs of a microbatch; runs this rank's stage, and returns its outputs.
+
+    Returns:
+        The network's output for the whole batch on the last rank, None on the others.
+
+    Raises:
+        Exception: On all ranks, if a rank fails.
+    """
+    with replica.together():
+        outputs = relay(replica, microbatches, run)
+        # There are fewer if another rank has failed, and none on other ranks than the last.
+        return _joined(outputs) if len(outputs) == len(microbatches) else None
+
+
+def _joined(outputs: Sequence[tuple[Tensor, ...]]) -> Any:
+    """Return the network's output for the whole batch."""
+    if len(outputs) == 1:
+        return as_output(outputs[0])
+    for parts in zip(*outputs, strict=True):
+        shapes = [tuple(part.shape) for part in parts]
+        if () in shapes or len({shape[1:] for shape in shapes}) > 1:
+            raise StrategyError(
+                f"The network's outputs for microbatches have the shapes {', '.join(map(str, shapes))}, which "
+                "cannot be joined along dimension 0. Return tensors with one row per sample, or use num_microbatches=1."
+            )
+    return as_output([torch.cat(parts) for parts in zip(*outputs, strict=True)])
 
 
 def refuse_mixed_rows(stage: Stage, replica: Replica, inputs: Sequence[Tensor]) -> None:
@@ -98,66 +126,3 @@ def refuse_mixed_rows(stage: Stage, replica: Replica, inputs: Sequence[Tensor]) 
                 )
     for module in training:
         module.training = True
-
-
-def try_out(stage: Stage, replica: Replica, inputs: tuple[Tensor, ...], loss: Callable[[Any], Any]) -> StageShapes:
-    """Return the shapes that this rank's stage exchanges for a microbatch; a collective call within the replica.
-
-    torch would infer the shapes from a forward and backward pass with undefined values, in which an error on one rank
-    leaves the others waiting. This pass uses real values, and changes neither buffers nor random states.
-
-    Args:
-        stage: This rank's stage.
-        replica: The ranks of this replica.
-        inputs: The network's inputs for a microbatch; only the first rank uses their values.
-        loss: Called on the last rank with the network's output.
-    """
-    buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
-    shapes: list[StageShapes] = []
-
-    def recorded(*stage_inputs: Any) -> Any:
-        output = functional_call(stage, buffers, stage_inputs)
-        shapes.append(StageShapes(_without_data(stage_inputs), _without_data(as_tuple(output))))
-        if replica.is_last:
-            loss(output)
-        return output
-
-    with preserve_random_state(), torch.enable_grad():
-        _run(recorded, replica, [inputs])
-    changing = {
-        type(module).__name__
-        for path, module in stage.named_modules()
-        for name, buffer in module.named_buffers(path, recurse=False, remove_duplicate=False)
-        if name in buffers and not torch.equal(buffer, buffers[name])
-    }
-    return StageShapes(shapes[0].inputs, shapes[0].outputs, tuple(sorted(changing)))
-
-
-def _run(
-    stage: Callable[..., Any], replica: Replica, microbatches: Sequence[tuple[Any, ...]]
-) -> list[tuple[Tensor, ...]]:
-    """Run microbatches through the stages, and return their outputs on the last rank."""
-    outputs: list[tuple[Tensor, ...]] = []
-    error: Exception | None = None
-    for microbatch in microbatches:
-        # After an error, stages send None, so that no rank waits.
-        inputs = microbatch if replica.is_first else replica.receive(replica.position - 1)
-        output: tuple[Tensor, ...] | None = None
-        if inputs is not None and error is None:
-            try:
-                output = as_tuple(stage(*inputs))
-            except Exception as raised:  # noqa: BLE001  # raised on all ranks below
-                error = raised
-        if not replica.is_last:
-            replica.send(output, replica.position + 1)
-        elif output is not None:
-            outputs.append(output)
-    replica.raise_together(error)
-    return outputs
-
-
-def _without_data(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
-        for value in values
-    )

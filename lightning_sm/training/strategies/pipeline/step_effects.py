@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -98,9 +99,11 @@ class StepEffects:
             effects = (_numbers_of(result), self._calls, self._buffers(), random_state(), trainer.should_stop)
         numbers, calls, buffers, state, should_stop = self._replica.broadcast(effects, self._replica.last)
         trainer.should_stop |= should_stop
-        own = self._buffers()
-        for name, buffer in buffers.items():
-            own[name].copy_(buffer)
+        if not self._replica.is_last:  # there, the loss's graph may need the buffers unchanged
+            own = self._buffers()
+            with torch.no_grad():
+                for name, buffer in buffers.items():
+                    own[name].copy_(buffer)
         for name, arguments, keywords in calls:
             getattr(self._module, name)(*(self._argument(value) for value in arguments), **keywords)
         take_random_state(state)

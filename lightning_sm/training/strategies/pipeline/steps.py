@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-import random
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import cached_property
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from lightning_sm._lightning import LightningModule
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.draws import MatchedDraws
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.layers import Network
-from lightning_sm.training.strategies.pipeline.random_state import random_state, take_random_state
 from lightning_sm.training.strategies.pipeline.step_effects import StepEffects
 
-# Attributes of these classes are copied, because steps may change them in place.
-_CONTAINERS = (list, dict, set, deque)
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_FIRST_STEPS = 10
+_EVERY_STEPS = 100
 
 
 class _LeftError(BaseException):
@@ -38,8 +30,7 @@ class UserSteps:
 
     The LightningModule stays as the user wrote it. Each rank of a replica runs a step until it calls the network, and
     then runs its own stage. The last rank receives the output and runs the rest of the step. The others leave the step
-    early, and its effects are then applied to them (see ``StepEffects``). While the stages run a training step, the
-    last rank also runs ``training_step`` for each microbatch, on a copy of the module, to get the loss.
+    early, and its effects are then applied to them (see ``StepEffects``).
 
     Args:
         module: The LightningModule.
@@ -64,13 +55,10 @@ class UserSteps:
         are_everywhere: bool,
     ) -> None:
         self._module = module
-        # A memo for deepcopy: copies of the module share these objects with the original.
-        self._shared = {id(item): item for item in (*network.module.modules(), *module.parameters(), group)}
         self._name = network.name
         self.where = f"{type(module).__name__}.training_step"
         self._replica = replica
         self._forward = everywhere
-        self._recording = ExitStack()
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.process_group = group
@@ -94,7 +82,6 @@ class UserSteps:
         goes_on = effects is None or self._replica.is_last
 
         def call(*inputs: Any) -> Any:
-            self._recording.close()  # replays draw anew from here on
             output = forward(inputs)
             if not goes_on:
                 raise _LeftError
@@ -102,18 +89,9 @@ class UserSteps:
 
         recorded: Any = nullcontext() if effects is None else effects.recorded(name)
         result: Any = None
-        with self._replica.together(), suppress(_LeftError), torch.no_grad(), recorded:
+        with self._replica.together(), suppress(_LeftError), recorded:
             result = self._with_network(call, f"{type(self._module).__name__}.{name}", step)
         return result if effects is None else effects.share(result)
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Remember what replays of the training step in this block need: the module and the random numbers."""
-        with ExitStack() as self._recording:
-            if self._replica.is_last:
-                self._before = self._copy(self._module)
-                self._draws = self._recording.enter_context(MatchedDraws())
-            yield
 
     def check_inputs(self, inputs: tuple[Any, ...], rows: int) -> None:
         """Check the inputs that ``training_step`` passes to the network.
@@ -125,7 +103,7 @@ class UserSteps:
         Raises:
             StrategyError: The inputs do not have the rows of the batch.
         """
-        if any(not isinstance(value, Tensor) or not value.ndim or len(value) != rows for value in inputs):
+        if not inputs or any(not isinstance(value, Tensor) or not value.ndim or len(value) != rows for value in inputs):
             shown = ", ".join(str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in inputs)
             raise StrategyError(
                 f"{self.where} calls self.{self._name}(...) with ({shown}), but the batch has {rows} rows. "
@@ -142,8 +120,7 @@ class UserSteps:
             StrategyError: The inputs differ from those on the first rank, the only ones that the network gets.
         """
         with self._replica.together():
-            # Send copies: to torch, NCCL's broadcast changes a tensor in place on the sender, too.
-            sent = self._replica.broadcast([value.clone() for value in inputs], 0)
+            sent = self._replica.broadcast(list(inputs), 0)
             pairs = zip(inputs, sent, strict=True)
             if not all(torch.allclose(own, first, rtol=1e-3, atol=1e-5, equal_nan=True) for own, first in pairs):
                 raise StrategyError(
@@ -151,50 +128,6 @@ class UserSteps:
                     "They depend on what it changes after this call, such as the state of a generator, but only the "
                     "last rank runs it to the end. Change that before the call, or set outputs: all."
                 )
-
-    def draws(self, rows: slice, num_rows: int) -> MatchedDraws | None:
-        """Return the random numbers for a replay; None if the step draws none before it calls the network.
-
-        Args:
-            rows: The rows of the microbatch.
-            num_rows: Number of rows in the batch.
-        """
-        return MatchedDraws(self._draws.of_rows(rows, num_rows)) if self._draws.has_drawn else None
-
-    def loss(self, arguments: tuple[Any, ...], output: Any, draws: MatchedDraws | None = None) -> Tensor:
-        """Return the loss of a microbatch from the network's output, without changing the module.
-
-        Args:
-            arguments: The arguments of ``training_step``, with the rows of the microbatch.
-            output: The network's output for the microbatch.
-            draws: The random numbers that the step draws before it calls the network. Later ones are added to them.
-
-        Raises:
-            StrategyError: ``training_step`` calls the network several times, returns no loss, or cannot draw the given
-                random numbers.
-        """
-        module = self._copy(self._before)
-
-        def network(*_: Any) -> Any:
-            if draws is not None:
-                if not draws.is_like(self._draws):
-                    raise StrategyError(
-                        f"{self.where} draws random numbers before it calls self.{self._name}(...), and these cannot "
-                        "be divided among microbatches. Draw with torch, one row for each row of the batch, or draw in "
-                        "on_after_batch_transfer."
-                    )
-                take_random_state(state)
-            return output
-
-        if draws is not None:
-            state = random_state()
-            take_random_state(self._draws.start)
-        trainer: Any = self._module.trainer
-        should_stop = trainer.should_stop
-        with draws or nullcontext():
-            result = self._with_network(network, self.where, lambda: module.training_step(*arguments))
-        trainer.should_stop = should_stop
-        return loss_of(result, self.where)
 
     def _call(self, *inputs: Any, **keywords: Any) -> Any:
         if keywords:
@@ -232,46 +165,11 @@ class UserSteps:
             raise StrategyError(f"{where} does not call self.{self._name}(...), the network.")
         return result
 
-    def _copy(self, original: LightningModule) -> Any:
-        """Return a copy of a module, with the same network, for replays that log nothing and leave no trace.
 
-        Buffers and metrics are copied, too: restoring them in place would break autograd if a loss depends on them.
-        """
-        module: Any = object.__new__(type(original))
-        attributes = vars(module)
-        for spare in self._spares.values():
-            spare.reset()
-        known = {**self._shared, **self._spares, **{id(spare): spare for spare in self._spares.values()}}
-        for name, value in vars(original).items():
-            if name in {"_modules", "_buffers"} or isinstance(value, _GENERATORS):
-                attributes[name] = copy.deepcopy(value, known)
-            else:
-                attributes[name] = copy.copy(value) if isinstance(value, _CONTAINERS) else value
-        attributes["log"] = attributes["print"] = lambda *_, **__: None
-        return module
-
-    @cached_property
-    def _spares(self) -> dict[int, Any]:
-        """A copy of each metric, by the metric's id; made once on the device, so no step copies an epoch's states."""
-        metrics = [child for child in self._module.modules() if isinstance(child, (Metric, MetricCollection))]
-        known = dict(self._shared)
-        return {id(metric): copy.deepcopy(metric, known) for metric in metrics if id(metric) not in known}
-
-
-def loss_of(result: Any, where: str) -> Tensor:
-    """Return the loss in the result of ``training_step``.
+def is_compared(step: int) -> bool:
+    """Return whether to compare the inputs of a step, which takes time: the first ones, and then one in a hundred.
 
     Args:
-        result: The result.
-        where: The name of ``training_step`` in messages.
-
-    Raises:
-        StrategyError: The result has no loss.
+        step: Number of steps before this one, the same on all ranks.
     """
-    loss = result.get("loss") if isinstance(result, Mapping) else result
-    if not isinstance(loss, Tensor):
-        raise StrategyError(
-            f"{where} returned {type(result).__name__} without a loss. In a pipeline, every step needs one, because "
-            "one rank of a replica cannot skip a batch on its own."
-        )
-    return loss
+    return step < _FIRST_STEPS or step % _EVERY_STEPS == 0

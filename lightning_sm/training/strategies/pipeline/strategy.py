@@ -27,19 +27,18 @@ from lightning_sm._lightning import (
 from lightning_sm._table import draw_table
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.all_ranks import of_all_ranks
+from lightning_sm.training.strategies.pipeline.backward import StepPasses, average
 from lightning_sm.training.strategies.pipeline.balance import balanced, explicit_split
 from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.forward import evaluate, refuse_mixed_rows
-from lightning_sm.training.strategies.pipeline.gradients import StepGradients, average
 from lightning_sm.training.strategies.pipeline.layers import Network, materialize
 from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
-from lightning_sm.training.strategies.pipeline.loss import LossKind, StepLoss, is_checked
+from lightning_sm.training.strategies.pipeline.loss import check_loss, loss_of
 from lightning_sm.training.strategies.pipeline.placement import PlacementOrder, num_stages, replicas_of
 from lightning_sm.training.strategies.pipeline.random_state import random_state, stage_stream, take_random_state
-from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows, same_tensors, versions_of
-from lightning_sm.training.strategies.pipeline.schedules import ScheduleName, ScheduleRunner
-from lightning_sm.training.strategies.pipeline.steps import UserSteps, loss_of
+from lightning_sm.training.strategies.pipeline.rows import num_rows
+from lightning_sm.training.strategies.pipeline.steps import UserSteps, is_compared
 from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tied
 
 logger = logging.getLogger(__name__)
@@ -65,14 +64,9 @@ class PipelineParallelStrategy(DDPStrategy):
         data_parallel_size: Number of replicas. "auto": as many as the processes allow.
         num_microbatches: Number of microbatches per step. Choose at least one per stage: with fewer, ranks wait longer
             for each other. A batch is split into as many equal parts as possible, up to this number.
-        schedule: Order of forward and backward passes. "gpipe" holds the activations of all microbatches; "1f1b" holds
-            those of at most as many microbatches as there are stages.
         placement: "cluster": the ranks of a replica are neighbours, mostly on one host. "spread": they are as far apart
             as possible, so that replicas of a stage are neighbours.
         network: Name of the network in the LightningModule. If None, the module's only child that can be split.
-        loss: How to combine the losses of microbatches into the loss of the batch: "mean" weights them by rows, or by
-            the result of the module's method ``pipeline_weight(batch)``; "sum" adds them up. The strategy verifies
-            the choice by comparing gradients in the first steps, and in every hundredth step after that.
         split: Where to split the network: "parameters" balances the number of parameters; a list names the first layer
             of each stage, except for the first stage.
         outputs: "loss": in training, validation and test, only the ranks of the last stage get the network's outputs;
@@ -90,11 +84,9 @@ class PipelineParallelStrategy(DDPStrategy):
         pipeline_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
         num_microbatches: int = 4,
-        schedule: ScheduleName = "1f1b",
         placement: PlacementOrder = "cluster",
         network: str | None = None,
         split: Literal["parameters"] | list[int | str] = "parameters",
-        loss: LossKind = "mean",
         outputs: Literal["loss", "all"] = "loss",
         process_group_backend: str | None = None,
         timeout: timedelta | None = _TIMEOUT,
@@ -106,9 +98,7 @@ class PipelineParallelStrategy(DDPStrategy):
                 "the first step hangs or aborts the process on Gloo. Update torch, or use strategy=fsdp."
             )
         for option, value, known in (
-            ("schedule", schedule, get_args(ScheduleName)),
             ("placement", placement, get_args(PlacementOrder)),
-            ("loss", loss, get_args(LossKind)),
             ("outputs", outputs, ("loss", "all")),
         ):
             if value not in known:
@@ -121,11 +111,9 @@ class PipelineParallelStrategy(DDPStrategy):
             raise StrategyError("A pipeline needs a process group per replica, but SMDDP has only one. Use nccl.")
         self._sizes = (pipeline_parallel_size, data_parallel_size)
         self._num_microbatches = num_microbatches
-        self._schedule = schedule
         self._order = placement
         self._network_name = network
         self._split = split
-        self._loss_kind = loss
         self._outputs = outputs
         self._num_steps = 0
         # The ranks of each replica, in the order of its stages.
@@ -294,7 +282,10 @@ class PipelineParallelStrategy(DDPStrategy):
         reasons = [
             (not module.automatic_optimization, "Its training_step steps the optimizer: use automatic optimization"),
             (module._compiler_ctx is not None, "It is compiled as a whole: compile the layers of its network"),
-            (getattr(trainer.precision_plugin, "scaler", None), "16-mixed scales the loss: use bf16-mixed"),
+            (
+                getattr(trainer.precision_plugin, "scaler", None),
+                "16-mixed would skip a step on some ranks only: use bf16-mixed",
+            ),
             (self._layer_sync is not None, "sync_batchnorm is for ranks with the same layers: use GroupNorm"),
             (
                 any(getattr(log, "_log_graph", False) is True for log in trainer.loggers),
@@ -345,8 +336,6 @@ class PipelineParallelStrategy(DDPStrategy):
             self._data_group,
             are_everywhere=self._outputs == "all",
         )
-        self._loss = StepLoss(module, self._steps, self._loss_kind)
-        self._runner = ScheduleRunner(own, self._replica, self._schedule, self._loss)
 
     def _parts(self, network: Network) -> list[range]:
         size = len(self._replica.ranks)
@@ -364,11 +353,10 @@ class PipelineParallelStrategy(DDPStrategy):
         if self.global_rank != 0:
             return
         logger.info(
-            "Pipeline over %d ranks, replicas: %d (%s), schedule %s, up to %d microbatches\n%s",
+            "Pipeline over %d ranks, replicas: %d (%s), up to %d microbatches\n%s",
             len(self._replica.ranks),
             len(self._replicas),
             self._order,
-            self._schedule,
             self._num_microbatches,
             draw_table(rows, ("stage", "ranks, by replica", "layers", "parameters")),
         )
@@ -389,57 +377,35 @@ class PipelineParallelStrategy(DDPStrategy):
             The result of ``training_step`` for the whole batch. Calling ``backward`` on its loss adds the gradients.
         """
         rows = num_rows(arguments[0])
-        microbatches = num_microbatches(rows, self._num_microbatches)
-        if microbatches < self._num_microbatches and self._num_steps == 0 and self.global_rank == 0:
-            logger.warning(
-                "A replica's batch has %d rows, which is not a multiple of num_microbatches=%d, so it is cut into %d "
-                "microbatches. Choose a batch size that is a multiple of num_microbatches.",
-                rows,
-                self._num_microbatches,
-                microbatches,
-            )
-        batch = same_tensors(arguments)
-        versions = versions_of(batch)
-        gradients = StepGradients(self._module)
+        microbatches = min(rows, self._num_microbatches)
+        passes = StepPasses(self._stage, self._replica, self._average)
 
         def forward(inputs: tuple[Any, ...]) -> Any:
-            """Run the stages forward and backward; return the network's output on ranks that continue the step."""
+            """Run the forward passes of all stages; return the network's output on ranks that continue the step."""
             with self._replica.together():
                 self._steps.check_inputs(inputs, rows)
-                if self._num_steps == 0 and microbatches > 1:
-                    pair = 2 * rows // microbatches
-                    refuse_mixed_rows(self._stage, self._replica, [value[:pair] for value in inputs])
-                if self._replica.is_last:
-                    self._loss.begin(batch, rows, microbatches, step=self._num_steps)
-            if is_checked(self._num_steps):
+            if self._num_steps == 0 and microbatches > 1:
+                refuse_mixed_rows(self._stage, self._replica, [value[: 2 * rows // microbatches] for value in inputs])
+            if is_compared(self._num_steps):
                 self._steps.compare_inputs(inputs)
-            with stage_stream(self._replica.position), gradients:
-                output = self._runner.step(inputs, microbatches)
+            output = passes.forward(inputs, microbatches)
             if self._outputs == "all":
                 output = self._replica.broadcast(output, self._replica.last)
-            if self._loss.error is not None:
-                raise self._loss.error
-            return output
+            return None if output is None else passes.attach(output)
 
         def step() -> Any:
-            with self._steps.replayed():
-                result = self._module.training_step(*arguments)
-            loss_of(result, self._steps.where)
-            if versions != versions_of(batch):
-                raise StrategyError(
-                    f"{self._steps.where} changes a tensor of its batch in place, but it runs again for each "
-                    "microbatch, with the changed tensor. Make a new tensor (x = x / 255 instead of x /= 255), or "
-                    "change the batch in on_after_batch_transfer, which runs once."
-                )
+            result = self._module.training_step(*arguments)
+            check_loss(loss_of(result, self._steps.where), self._steps.where, self._module, passes)
             return result
 
         with self.precision_plugin.train_step_context():
             result = self._steps.run("training_step", step, forward)
-            self._check_loss(result)
         self._num_steps += 1
-        if isinstance(result, Mapping):
-            return {**result, "loss": gradients.loss(result["loss"], self._average)}
-        return gradients.loss(result, self._average)
+        if passes.node is not None:
+            return result
+        # This rank has left the step early. Its loss only starts its part of the backward passes.
+        loss = passes.attach(loss_of(result, self._steps.where))
+        return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     def validation_step(self, *arguments: Any) -> Any:
         """Run a validation step over all stages.
@@ -467,20 +433,14 @@ class PipelineParallelStrategy(DDPStrategy):
         """Return the network's output on every rank of the replica."""
         return self._replica.broadcast(self._forward_of_last(inputs), self._replica.last)
 
-    def _check_loss(self, result: Any) -> None:
-        """Raise the same error on all ranks if the loss is not the declared combination of its microbatches' losses."""
-        if not is_checked(self._num_steps):
-            return
-        error = self._loss.check(float(loss_of(result, self._steps.where))) if self._replica.is_last else None
-        for first in filter(None, of_all_ranks(error)):
-            raise StrategyError(first)
-
-    def _average(self, parameters: Sequence[Any]) -> None:
+    def _average(self) -> None:
+        """Complete the gradients of this rank's parameters, unless those of the next batch will be added."""
         if self._module.trainer.fit_loop._should_accumulate():
             return
         self._tied.collect_gradients()
         if len(self._replicas) > 1:
-            average(self._tied.without_copies(parameters), self._data_group, len(self._replicas))
+            trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+            average(self._tied.without_copies(trained), self._data_group, len(self._replicas))
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step the optimizer, then copy tied parameters from the rank that owns them to the others.

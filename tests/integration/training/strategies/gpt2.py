@@ -99,10 +99,6 @@ class LanguageModel(Recorded):
         logits = self.network(tokens, mask)[:, :-1]
         return functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
-    def pipeline_weight(self, batch: Sequence[Tensor]) -> Tensor:
-        """Return the number of tokens that the loss averages over."""
-        return (batch[2][:, 1:] != IGNORED).sum()
-
 
 def padded_text(rows: int, seed: int) -> TensorDataset:
     """Return padded rows of 2 to 9 tokens, with the padding mask and labels."""

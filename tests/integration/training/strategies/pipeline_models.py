@@ -73,14 +73,6 @@ class Padded(Recorded):
         return functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), ignore_index=IGNORED)
 
 
-class WeightedPadded(Padded):
-    """``Padded`` that declares what its loss averages over."""
-
-    def pipeline_weight(self, batch: Sequence[Tensor]) -> Tensor:
-        """Return the number of labels that are not padding."""
-        return (batch[1] != IGNORED).sum()
-
-
 class Denoising(Recorded):
     """Predicts the noise that it added to the rows, at a scale for each row and one for all."""
 
@@ -118,10 +110,6 @@ class ClassWeights(Recorded):
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         """Return the weighted mean."""
         return functional.cross_entropy(self.network(batch[0]), batch[1], weight=self.class_weights)
-
-    def pipeline_weight(self, batch: Sequence[Tensor]) -> Tensor:
-        """Return the sum of the rows' class weights."""
-        return self.class_weights[batch[1]].sum()
 
 
 class Contrastive(Recorded):
@@ -616,7 +604,6 @@ class _LBFGS(Classifier):
 
 LOSSES: dict[str, Any] = {
     "padded": (Padded, padded),
-    "padded, weighted": (WeightedPadded, padded),
     "sum": (Sum, vectors),
     "class weights": (ClassWeights, vectors),
     "denoising": (Denoising, vectors),

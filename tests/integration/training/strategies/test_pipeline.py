@@ -67,7 +67,7 @@ ALONE = {
 FOUR = {
     "pipeline 4": short({"pipeline_parallel_size": 4}),
     "cluster": short({"pipeline_parallel_size": 2}),
-    "spread, gpipe": short({"pipeline_parallel_size": 2, "placement": "spread", "schedule": "gpipe"}),
+    "spread": short({"pipeline_parallel_size": 2, "placement": "spread"}),
     "clipped": short({"pipeline_parallel_size": 2}, trainer={"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
     "odd, all outputs": Fit({"pipeline_parallel_size": 4, "outputs": "all"}, rows=4 * ROWS + 6),
     "until 3": short({"pipeline_parallel_size": 2}, trainer={"max_steps": 3, "max_epochs": -1}),
@@ -81,7 +81,7 @@ FOUR = {
 SAME = {
     "pipeline 4": "one",
     "cluster": "one",
-    "spread, gpipe": "one",
+    "spread": "one",
     "clipped": "one-clipped",
     "odd, all outputs": "one-odd",
     "until 3": "one-until-3",
@@ -134,7 +134,7 @@ def test_layers_as_users_have_them_train_as_in_one_process(fits: Seen, name: str
     assert difference(fits[name][0], alone, "weights") <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["pipeline 4", "cluster", "spread, gpipe", "odd, all outputs"])
+@pytest.mark.parametrize("name", ["pipeline 4", "cluster", "spread", "odd, all outputs"])
 def test_a_pipeline_evaluates_as_one_process_does(fits: Seen, name: str):
     """Evaluation matches one process, with outputs on the last stage or everywhere, and numbers on all ranks."""
     (alone,) = fits[SAME[name]]
@@ -150,10 +150,10 @@ def test_a_pipeline_evaluates_as_one_process_does(fits: Seen, name: str):
             assert seen["extra"]["val_rows"] == alone["extra"]["val_rows"]
             assert difference(seen["extra"], alone["extra"], "tested") <= TOLERANCE
             assert seen["extra"]["val_outputs"] == ["logits", "loss"]
-    assert with_outputs == {"pipeline 4": 1, "cluster": 2, "spread, gpipe": 2, "odd, all outputs": 4}[name]
+    assert with_outputs == {"pipeline 4": 1, "cluster": 2, "spread": 2, "odd, all outputs": 4}[name]
 
 
-@pytest.mark.parametrize("name", ["pipeline 4", "cluster", "spread, gpipe"])
+@pytest.mark.parametrize("name", ["pipeline 4", "cluster", "spread"])
 def test_every_rank_predicts_what_one_process_does(fits: Seen, name: str):
     """Predictions match on all ranks and stages, even with rows that no number of microbatches divides."""
     (alone,) = fits["one"]
@@ -181,7 +181,7 @@ def test_a_checkpoint_is_that_of_one_process(fits: Seen, folder: Path):
 # By the number of processes.
 OTHERS = {
     2: {
-        "1f1b": Fit({}),
+        "two": Fit({}),
         "uneven": Fit({"split": [2]}),
         "resnet": Fit({}, "resnet", DOUBLE),
         "resnet in float32": Fit({}, "resnet", SHORT, rows=10 * ROWS),
@@ -222,7 +222,7 @@ def test_other_models_and_numbers_train_as_one_process_does(tmp_path: Path):
 STRICT = {"process_group_backend": "staged"}
 AS_FOR_NCCL = {
     "hybrid": Fit({"pipeline_parallel_size": 2, **STRICT}, trainer={"gradient_clip_val": 0.1}),
-    "gpipe": Fit({"pipeline_parallel_size": 2, "schedule": "gpipe", **STRICT}),
+    "two": Fit({"pipeline_parallel_size": 2, **STRICT}),
     "all outputs": Fit({"pipeline_parallel_size": 4, "outputs": "all", **STRICT}),
     "odd rows": Fit({"pipeline_parallel_size": 4, **STRICT}, rows=4 * ROWS + 6),
     "transformer": Fit({"pipeline_parallel_size": 4, **STRICT}, model="transformer"),

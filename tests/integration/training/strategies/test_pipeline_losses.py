@@ -9,23 +9,23 @@ from tests.integration.training.strategies.test_pipeline import TOLERANCE, Seen,
 
 pytestmark = pytest.mark.processes
 
-MODELS = ("padded, weighted", "sum", "class weights", "denoising")
+MODELS = ("padded", "sum", "class weights", "denoising")
 ONE = {f"one {model}": Fit(model=model) for model in (*MODELS, "contrastive")}
 TWO = {
-    "padded, weighted": Fit({}, "padded, weighted"),
-    "sum": Fit({"loss": "sum"}, "sum"),
+    "padded": Fit({}, "padded"),
+    "sum": Fit({}, "sum"),
     "class weights": Fit({}, "class weights"),
     "denoising": Fit({}, "denoising"),
     "sum, DDP": Fit(model="sum"),
-    "padded, DDP": Fit(model="padded, weighted"),
+    "padded, DDP": Fit(model="padded"),
     "undeclared padding": Fit({}, "padded", refused=True),
     "undeclared sum": Fit({}, "sum", refused=True),
     "contrastive": Fit({}, "contrastive", refused=True),
     "contrastive in one microbatch": Fit({"num_microbatches": 1}, "contrastive"),
 }
 FOUR = {
-    "sum, replicas": Fit({"pipeline_parallel_size": 2, "loss": "sum"}, "sum"),
-    "padded, replicas": Fit({"pipeline_parallel_size": 2}, "padded, weighted"),
+    "sum, replicas": Fit({"pipeline_parallel_size": 2}, "sum"),
+    "padded, replicas": Fit({"pipeline_parallel_size": 2}, "padded"),
     "replicas, undeclared padding": Fit({"pipeline_parallel_size": 2}, "padded", refused=True),
 }
 
