@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,6 @@ class StepPasses:
         stage: This rank's stage.
         replica: The ranks of this replica.
         after: Called after the backward passes.
-
-    Attributes:
-        node: The node in the autograd graph of a loss that runs the backward passes; None before ``attach``.
     """
 
     def __init__(self, stage: Stage, replica: Replica, after: Callable[[], None]) -> None:
@@ -37,7 +34,6 @@ class StepPasses:
         self._after = after
         self._outputs: list[tuple[Tensor, ...]] = []
         self._inputs: list[tuple[Tensor, ...]] = []
-        self.node: Any = None
 
     @property
     def received(self) -> list[Tensor]:
@@ -68,9 +64,22 @@ class StepPasses:
         """
         # Cut the last rank off its stage's graphs, whose backward passes run one by one, like those of other ranks.
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in as_tuple(value)]
-        attached = _Attached.apply(self._run_all_backward, *leaves)
-        self.node = next((tensor.grad_fn for tensor in attached if tensor.requires_grad), None)
-        return as_output(attached)
+        return as_output(_Attached.apply(self, *leaves))
+
+    def is_in(self, graph: Iterable[Any]) -> bool:
+        """Return whether a loss with these nodes in its autograd graph would run the backward passes."""
+        return any(getattr(node, "passes", None) is self for node in graph)
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> None:
+        """Run the backward passes; a collective call within the replica. ``attach`` makes autograd call it.
+
+        Args:
+            gradients: The gradients of the network's outputs for the whole batch; used on the last rank.
+        """
+        given: Sequence[Any] = self._cut(gradients) if self._replica.is_last else self._outputs
+        with self._replica.together():
+            relay(self._replica, given, self._run_backward, is_backward=True)
+        self._after()
 
     def _run_forward(self, _: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         outputs = as_tuple(self._stage(*inputs))
@@ -78,20 +87,11 @@ class StepPasses:
         self._outputs.append(outputs)
         return outputs
 
-    def _run_all_backward(self, gradients: Sequence[Tensor | None]) -> None:
-        given: Sequence[Any] = self._cut(gradients) if self._replica.is_last else self._outputs
-        with self._replica.together():
-            relay(self._replica, given, self._run_backward, is_backward=True)
-        self._after()
-
     def _run_backward(self, number: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        outputs = [
-            (output, gradient)
-            for output, gradient in zip(self._outputs[number], gradients, strict=True)
-            if gradient is not None
-        ]
-        if outputs:
-            torch.autograd.backward([output for output, _ in outputs], [gradient for _, gradient in outputs])
+        pairs = zip(self._outputs[number], gradients, strict=True)
+        trained = [(output, gradient) for output, gradient in pairs if gradient is not None]
+        if trained:
+            torch.autograd.backward([output for output, _ in trained], [gradient for _, gradient in trained])
         return tuple(value.grad for value in self._inputs[number])
 
     def _cut(self, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor | None, ...]]:
@@ -102,27 +102,26 @@ class StepPasses:
             if gradient is None or number == 1:
                 cut.append([gradient] * number)
             else:
-                cut.append(gradient.split([len(part) for part in parts]))
+                cut.append(torch.split(gradient, [len(part) for part in parts]))
         return list(zip(*cut, strict=True))
 
 
 class _Attached(torch.autograd.Function):
-    """The identity, whose backward pass calls a function with the gradients."""
+    """The identity, whose backward pass runs those of a step."""
 
     @staticmethod
-    def forward(ctx: Any, backward: Callable[[Sequence[Tensor | None]], None], *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.run = backward
+    def forward(ctx: Any, passes: StepPasses, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.passes = passes
         ctx.set_materialize_grads(False)
-        results = tuple(value.detach() for value in values)
-        ctx.mark_non_differentiable(
-            *(result for value, result in zip(values, results, strict=True) if not value.requires_grad)
-        )
-        return results
+        copies = [value.detach() for value in values]
+        pairs = zip(values, copies, strict=True)
+        ctx.mark_non_differentiable(*(copy for value, copy in pairs if not value.requires_grad))
+        return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.run(gradients)
-        return (None,) * (1 + len(gradients))
+        ctx.passes.backward(gradients)
+        return (None, *(None for _ in gradients))
 
 
 def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, size: int) -> None:

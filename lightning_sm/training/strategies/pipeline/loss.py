@@ -38,7 +38,7 @@ def check_loss(loss: Tensor, where: str, module: LightningModule, passes: StepPa
         loss: The loss of the step.
         where: The name of ``training_step`` in messages.
         module: The LightningModule.
-        passes: The passes of the step; its node must be in the loss's graph.
+        passes: The passes of the step.
 
     Raises:
         StrategyError: The loss is not one number, does not depend on the network's output, or depends on the stage of
@@ -47,7 +47,7 @@ def check_loss(loss: Tensor, where: str, module: LightningModule, passes: StepPa
     if loss.numel() != 1:
         raise StrategyError(f"{where} returned a loss of shape {tuple(loss.shape)}. Return one number.")
     nodes = _graph_of(loss)
-    if passes.node is None or passes.node not in nodes:
+    if not passes.is_in(nodes):
         raise StrategyError(
             f"The loss of {where} does not depend on the network's output, or only on a part without gradients, so its "
             "backward pass would reach no stage. Compute it from the output, without detach() or torch.no_grad()."

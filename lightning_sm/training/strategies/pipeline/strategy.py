@@ -401,7 +401,7 @@ class PipelineParallelStrategy(DDPStrategy):
         with self.precision_plugin.train_step_context():
             result = self._steps.run("training_step", step, forward)
         self._num_steps += 1
-        if passes.node is not None:
+        if self._replica.is_last or self._outputs == "all":
             return result
         # This rank has left the step early. Its loss only starts its part of the backward passes.
         loss = passes.attach(loss_of(result, self._steps.where))
