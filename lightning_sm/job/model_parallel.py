@@ -17,7 +17,6 @@ from lightning_sm.job.hyperparameters import toolkit_value
 
 _HYPERPARAMETER = "mp_parameters"
 
-_SCHEDULES = {"interleaved": "1f1b", "simple": "gpipe"}
 # Orders of data (D), pipeline (P) and tensor (T) parallelism; ranks that differ only in the last one are neighbours.
 _PLACEMENTS = {
     **dict.fromkeys(("cluster", "DPT", "DTP", "TDP"), "cluster"),
@@ -47,7 +46,7 @@ _ACCEPTED: Mapping[str, tuple[Any, str]] = {
     "sharded_data_parallel_degree": (1, "Use strategy=fsdp or ModelParallelStrategy"),
     "active_microbatches": (
         None,
-        "Remove it: pipeline=interleaved holds activations of one microbatch per partition; simple holds those of all",
+        "Remove it: the activations of all microbatches are held; use smaller batches with accumulate_grad_batches",
     ),
 }
 # Parameters that have no effect here, whatever their value.
@@ -75,6 +74,7 @@ class _Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     partitions: _Size | None = None
     pipeline_parallel_degree: _Size | None = None
     microbatches: _Size = 1
+    # Both mean the strategy's only order: all forward passes of a step, then all backward passes.
     pipeline: Literal["interleaved", "simple"] = "interleaved"
     placement_strategy: Literal["cluster", "spread", "DPT", "DTP", "TDP", "PDT", "PTD", "TPD"] = "cluster"
     ddp: bool = False
@@ -172,7 +172,6 @@ def _strategy(asked: Mapping[str, Any], wanted: _Parameters) -> ModelParallelism
         "pipeline_parallel_size": pipeline,
         "data_parallel_size": "auto" if wanted.ddp else 1,
         "num_microbatches": wanted.microbatches,
-        "schedule": _SCHEDULES[wanted.pipeline],
         "placement": _PLACEMENTS[wanted.placement_strategy],
     }
     if wanted.ddp_dist_backend != "auto":

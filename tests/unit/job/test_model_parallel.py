@@ -15,7 +15,6 @@ DEFAULTS = {
     "pipeline_parallel_size": 4,
     "data_parallel_size": 1,
     "num_microbatches": 1,
-    "schedule": "1f1b",
     "placement": "cluster",
 }
 
@@ -40,7 +39,6 @@ def test_the_options_are_those_of_the_example_in_the_sdk(route):
         "pipeline_parallel_size": 2,
         "data_parallel_size": "auto",
         "num_microbatches": 4,
-        "schedule": "1f1b",
         "placement": "spread",
     }
 
@@ -55,7 +53,7 @@ def test_what_is_not_stated_has_the_defaults_of_the_library(name):
 @pytest.mark.parametrize(
     ("parameters", "options"),
     [
-        ({"pipeline": "simple"}, {"schedule": "gpipe"}),
+        ({"pipeline": "simple"}, {}),
         ({"placement_strategy": "PDT"}, {"placement": "spread"}),
         ({"placement_strategy": "TPD"}, {"placement": "spread"}),
         ({"placement_strategy": "DTP"}, {"placement": "cluster"}),
@@ -89,7 +87,7 @@ def test_one_partition_is_ddp(parameters):
             {"partitions": 2, "pipeline": "_only_forward"},
             ["pipeline='_only_forward'", "Invalid enum value", "$.pipeline"],
         ),
-        ({"partitions": 2, "active_microbatches": 2}, ["active_microbatches=2", "of one microbatch"]),
+        ({"partitions": 2, "active_microbatches": 2}, ["active_microbatches=2", "of all microbatches"]),
         ({"partitions": 2, "placement_strategy": "near"}, ["placement_strategy='near'", "$.placement_strategy"]),
         ({"shard_optimizer_state": True, "ddp": True}, ["shard_optimizer_state=True", "fsdp"]),
         ({"partitions": 1, "tensor_parallel_degree": 4}, ["tensor_parallel_degree=4", "ModelParallelStrategy"]),

@@ -141,8 +141,6 @@ OF_OTHERS = {
         *("_backward_hooks", "_compiled_call_impl", "_forward_hooks", "_orig_mod", "_post_accumulate_grad_hooks"),
         "_reset_parameters",
     },  # torch
-    "training/strategies/pipeline/schedules.py": {"_n_microbatches"},  # torch
-    "training/strategies/pipeline/rows.py": {"_fields", "_version"},  # named tuples; torch
 }
 
 

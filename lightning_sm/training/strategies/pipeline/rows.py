@@ -1,4 +1,4 @@
-"""Functions that cut the rows of a batch (dimension 0) into microbatches."""
+"""The tensors of a batch, and their number of rows (dimension 0)."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.layers import Network
 from lightning_sm.training.strategies.pipeline.step_effects import StepEffects
 
+# Compare inputs in the first steps, and then in one of _EVERY_STEPS: ranks may come to differ late.
 _FIRST_STEPS = 10
 _EVERY_STEPS = 100
 
@@ -101,13 +102,18 @@ class UserSteps:
             rows: Number of rows in the batch.
 
         Raises:
-            StrategyError: The inputs do not have the rows of the batch.
+            StrategyError: The inputs do not have the rows of the batch, or require gradients.
         """
         if not inputs or any(not isinstance(value, Tensor) or not value.ndim or len(value) != rows for value in inputs):
             shown = ", ".join(str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in inputs)
             raise StrategyError(
                 f"{self.where} calls self.{self._name}(...) with ({shown}), but the batch has {rows} rows. "
-                "Microbatches are cut from the rows of both: pass tensors with one row (dimension 0) per sample."
+                "Microbatches are cut from these rows: pass tensors with one row (dimension 0) per sample."
+            )
+        if any(value.requires_grad for value in inputs):
+            raise StrategyError(
+                f"{self.where} passes self.{self._name}(...) inputs that require gradients, but the backward pass of a "
+                "pipeline ends at these inputs. Detach them, or move what computes them into the network."
             )
 
     def compare_inputs(self, inputs: tuple[Tensor, ...]) -> None:
@@ -167,7 +173,7 @@ class UserSteps:
 
 
 def is_compared(step: int) -> bool:
-    """Return whether to compare the inputs of a step, which takes time: the first ones, and then one in a hundred.
+    """Return whether to compare the inputs of a step between the ranks, which takes time.
 
     Args:
         step: Number of steps before this one, the same on all ranks.

@@ -43,8 +43,7 @@ from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tie
 
 logger = logging.getLogger(__name__)
 
-# On Gloo, the first step hangs in 2.6, and aborts the process in 2.9: neighbouring stages exchange tensors of different
-# sizes at the start.
+# The oldest version that was tested. Earlier versions of this package hung with older ones, on Gloo.
 _OLDEST_TORCH = "2.10"
 _TIMEOUT = timedelta(minutes=30)  # torch's and Lightning's default
 
@@ -58,12 +57,15 @@ class PipelineParallelStrategy(DDPStrategy):
     schedulers, validation, test, prediction and checkpoints work as in DDP with one process per replica. A checkpoint
     is one file, from which any number of stages, or a single process, can resume.
 
+    The network runs in microbatches, but ``training_step`` gets the output for the whole batch and computes any loss
+    from it. Until the backward pass, each process holds the activations of all microbatches.
+
     Args:
         pipeline_parallel_size: Number of processes per replica of the model. "auto": all processes on a host, or on all
             hosts if each has only one.
         data_parallel_size: Number of replicas. "auto": as many as the processes allow.
         num_microbatches: Number of microbatches per step. Choose at least one per stage: with fewer, ranks wait longer
-            for each other. A batch is split into as many equal parts as possible, up to this number.
+            for each other. A batch with fewer rows is split into single rows.
         placement: "cluster": the ranks of a replica are neighbours, mostly on one host. "spread": they are as far apart
             as possible, so that replicas of a stage are neighbours.
         network: Name of the network in the LightningModule. If None, the module's only child that can be split.
@@ -94,8 +96,8 @@ class PipelineParallelStrategy(DDPStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         if TorchVersion(torch.__version__) < _OLDEST_TORCH:
             raise StrategyError(
-                f"strategy=pipeline needs torch {_OLDEST_TORCH} or newer, but this is {torch.__version__}, with which "
-                "the first step hangs or aborts the process on Gloo. Update torch, or use strategy=fsdp."
+                f"strategy=pipeline needs torch {_OLDEST_TORCH} or newer, but this is {torch.__version__}. "
+                "Update torch, or use strategy=fsdp."
             )
         for option, value, known in (
             ("placement", placement, get_args(PlacementOrder)),
@@ -321,6 +323,7 @@ class PipelineParallelStrategy(DDPStrategy):
             ranks = ", ".join(str(ranks[stage]) for ranks in self._replicas)
             rows.append((stage, ranks, layers, f"{sum(parameter.numel() for parameter in parameters):,}"))
         self._report(rows)
+        self._warn_of_batch_norm(network)
         tied = find_tied(module, stages)
         self._checkpoint = LogicalCheckpoint(module, self._replica, tied)
         own = network.stage(parts[self._replica.position])
@@ -363,6 +366,15 @@ class PipelineParallelStrategy(DDPStrategy):
         if self._outputs == "loss":
             logger.info(
                 "Only the ranks of the last stage run steps to the end. To run them on all ranks, set outputs: all."
+            )
+
+    def _warn_of_batch_norm(self, network: Network) -> None:
+        kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+        found = {type(one).__name__ for layer in network.layers for one in layer.modules() if isinstance(one, kinds)}
+        if found and self._num_microbatches > 1 and self.global_rank == 0:
+            logger.warning(
+                "%s computes statistics of microbatches, not of batches. GroupNorm and LayerNorm compute none.",
+                ", ".join(sorted(found)),
             )
 
     # Steps

@@ -16,7 +16,9 @@ from tests.fakes.small_app import TWO_HOSTS
 
 LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
 ASKED = {"sagemaker_distributed_dataparallel_enabled": "true"}
-SPLIT = {"mp_parameters": json.dumps({"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": "simple"})}
+SPLIT = {
+    "mp_parameters": json.dumps({"pipeline_parallel_degree": 2, "microbatches": 8, "placement_strategy": "spread"})
+}
 # A user's configuration: SMP with one partition.
 NOT_SPLIT = {"mp_parameters": json.dumps({"partitions": 1, "placement_strategy": "spread", "ddp": True})}
 CPU = ("--trainer.accelerator=cpu", "--trainer.logger=false")
@@ -90,13 +92,13 @@ def test_smddp_on_other_hosts_is_an_error_that_names_ddp(host):
 def options_of(strategy):
     """Return the pipeline's options that ``distribution`` sets."""
     assert type(strategy) is PipelineParallelStrategy
-    return strategy._sizes, strategy._num_microbatches, strategy._schedule
+    return strategy._sizes, strategy._num_microbatches, strategy._order
 
 
 def test_modelparallel_chooses_the_pipeline_with_its_options(host):
     """``distribution`` sets the pipeline's options with and without the CLI, even if the script names the strategy."""
     configure(host, "ml.p3.16xlarge", SPLIT)
-    expected = ((2, 1), 8, "gpipe")
+    expected = ((2, 1), 8, "spread")
     assert options_of(host.make(*CPU).trainer.strategy) == expected
     assert options_of(host.make(*CPU, "--trainer.strategy=pipeline").trainer.strategy) == expected
     assert options_of(SageMakerTrainer(accelerator="cpu", logger=False).strategy) == expected

@@ -1,0 +1,30 @@
+"""A replica that consists of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_sm.training.strategies.pipeline.backward import StepPasses
+from lightning_sm.training.strategies.pipeline.stage import Stage
+
+
+class OneRank:
+    """A replica of one rank, which exchanges nothing."""
+
+    position = 0
+    is_first = is_last = True
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise the block's error."""
+        yield
+
+
+def passes_of(network: nn.Module, after: Callable[[], None] = lambda: None) -> StepPasses:
+    """The passes of a step through a network on one rank."""
+    replica: Any = OneRank()
+    return StepPasses(Stage([network], ["network"], is_first=True), replica, after)
