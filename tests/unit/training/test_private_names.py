@@ -101,6 +101,12 @@ LIGHTNING = [
         ["_compiler_ctx", "_on_before_batch_transfer"],
         ["training/strategies/pipeline/strategy.py"],
     ),
+    (
+        f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
+        ["_should_accumulate"],
+        ["training/strategies/pipeline/strategy.py"],
+    ),
+    (f"{DISTRIBUTION}.strategies:DDPStrategy", ["_timeout"], ["training/strategies/pipeline/strategy.py"]),
     (f"{DISTRIBUTION}.strategies:ParallelStrategy", ["_layer_sync"], ["training/strategies/pipeline/strategy.py"]),
     (f"{DISTRIBUTION}.core.optimizer:LightningOptimizer", ["_optimizer"], ["training/strategies/pipeline/strategy.py"]),
     (f"{DISTRIBUTION}.strategies:DDPStrategy", ["_configure_launcher"], ["training/strategies/smddp.py"]),

@@ -87,6 +87,100 @@ class Denoising(Recorded):
         return functional.mse_loss(self.network(batch[0] + scale * noise), noise[:, :CLASSES])
 
 
+class Flipped(Denoising):
+    """Changes labels at random after the network's call, and counts its steps, which the loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Return a loss of a random pairing of the rows, in which rows count more in later steps."""
+        logits = self.network(batch[0])
+        generator = torch.Generator().manual_seed(self.global_step)
+        self.steps += 1
+        self.seen.append(len(logits))
+        pairs = logits[torch.randperm(len(logits), generator=generator)]
+        noise = torch.rand(len(logits), CLASSES, generator=generator)
+        return ((pairs - logits).square() * noise).mean() * self.steps / len(self.seen) + logits.square().mean()
+
+    def on_fit_end(self) -> None:
+        self.extra.update({"steps": self.steps, "seen": self.seen})
+
+
+class WeightDecay(Recorded):
+    """A loss that also depends on a layer of the last stage directly."""
+
+    def __init__(self) -> None:
+        super().__init__(perceptron())
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of the rows, and in the third step the norm of a weight."""
+        loss = functional.cross_entropy(self.network(batch[0]), batch[1])
+        if batch_idx < 2:
+            return loss
+        last = max(
+            (layer for layer in self.network if isinstance(layer, nn.Linear)), key=lambda layer: layer.in_features
+        )
+        return loss + last.weight.norm()
+
+
+class Detached(Recorded):
+    """A loss that does not depend on the network in its third step."""
+
+    def __init__(self) -> None:
+        super().__init__(perceptron())
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of the rows."""
+        logits = self.network(batch[0])
+        return functional.cross_entropy(logits.detach() if batch_idx == 2 else logits, batch[1])
+
+
+class _FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, should_fail: bool) -> Tensor:
+        ctx.should_fail = should_fail
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.should_fail:
+            raise MemoryError("in a backward pass")
+        return gradient, None
+
+
+class _FailingLayer(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.how = how
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        # One microbatch in the third step.
+        self.calls += self.training
+        if self.how == "forward" and self.calls == 10:
+            raise MemoryError("in a forward pass")
+        return _FailsBackward.apply(x * self.weight, self.how == "backward" and self.calls == 10)
+
+
+class FailingLayer(Recorded):
+    """A network with a layer that fails in one microbatch.
+
+    Args:
+        how: "forward" or "backward".
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__(nn.Sequential(*perceptron()[:3], _FailingLayer(how), *perceptron()[3:]))
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Return the mean over the rows."""
+        return functional.cross_entropy(self.network(batch[0]), batch[1])
+
+
 class Sum(Recorded):
     """A loss that sums over the rows."""
 
@@ -114,6 +208,8 @@ class ClassWeights(Recorded):
 
 class Contrastive(Recorded):
     """A loss that distinguishes each row from the other rows of its batch."""
+
+    lr = 0.005  # larger steps amplify the rounding errors of float32
 
     def __init__(self) -> None:
         super().__init__(perceptron())
@@ -608,6 +704,11 @@ LOSSES: dict[str, Any] = {
     "class weights": (ClassWeights, vectors),
     "denoising": (Denoising, vectors),
     "contrastive": (Contrastive, vectors),
+    "flipped": (Flipped, vectors),
+    "weight decay": (WeightDecay, vectors),
+    "detached": (Detached, vectors),
+    "fails forward": (partial(FailingLayer, "forward"), vectors),
+    "fails backward": (partial(FailingLayer, "backward"), vectors),
 }
 
 LAYERS: dict[str, Any] = {

@@ -258,7 +258,7 @@ def _refusal(fit: Fit, world_size: int, folder: Path, name: str) -> dict[str, An
     began = time.monotonic()
     try:
         _run(fit, world_size, folder, name)
-    except StrategyError as error:
+    except (StrategyError, MemoryError) as error:
         return {"error": str(error), "seconds": time.monotonic() - began}
     raise AssertionError(f"{name} was not refused")
 
