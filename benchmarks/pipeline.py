@@ -1,6 +1,6 @@
 """Measure the pipeline strategy: the share of a step in which ranks wait for each other, and the memory of each rank.
 
-bubble  Run our ScheduleRunner on p ranks with layers that sleep instead of computing: 40 ms for the forward pass of a
+bubble  Run the passes of a step on p ranks with layers that sleep instead of computing: 40 ms for the forward pass of a
         microbatch over all stages of a rank, 80 ms for the backward pass. The idle share is 1 - compute time of a rank
         / duration of the step. In theory it is (p - 1) / (m + p - 1), with m microbatches.
 memory  Measure the peak resident memory of a process during 5 steps of the app's transformer with AdamW, minus the peak
@@ -31,12 +31,8 @@ from torch import Tensor, nn
 from lightning_sm._table import draw_table
 
 FORWARD_S = 0.04
-BUBBLE = [(schedule, p, m) for p in (2, 4) for m in (4, 8) for schedule in ("gpipe", "1f1b")]
-MEMORY = {
-    "one process": (1, {}),
-    "gpipe": (4, {"schedule": "gpipe", "num_microbatches": 8}),
-    "1f1b": (4, {"schedule": "1f1b", "num_microbatches": 8}),
-}
+BUBBLE = [(p, m) for p in (2, 4) for m in (4, 8)]
+MEMORY = {"one process": (1, {}), "pipeline": (4, {"num_microbatches": 8})}
 _TIMEOUT_S = 300
 
 
@@ -76,26 +72,27 @@ class SleepingLayer(nn.Module):
         return slept
 
 
-def bubble(rank: int, p: int, schedule: Any, m: int) -> float | None:
+def bubble(rank: int, p: int, m: int) -> float | None:
     """Return the idle share of a step on rank 0, and None on other ranks."""
+    from lightning_sm.training.strategies.pipeline.backward import StepPasses
     from lightning_sm.training.strategies.pipeline.exchange import Replica
-    from lightning_sm.training.strategies.pipeline.schedules import ScheduleRunner
     from lightning_sm.training.strategies.pipeline.stage import Stage
 
     stage = Stage([SleepingLayer(FORWARD_S, is_first=rank == 0)], ["layer"], is_first=rank == 0)
     world: Any = dist.group.WORLD
-    device = torch.device("cpu")
-    replica = Replica(world, world, list(range(p)), device)
-    runner = ScheduleRunner(
-        stage, replica, device, schedule, lambda output, i: (output - i).square().mean(), lambda output: None
-    )
-    inputs = (torch.ones(m, 4),)
-    runner.step(inputs, m)  # connects the ranks
+    replica = Replica(world, world, list(range(p)), torch.device("cpu"))
+
+    def step() -> None:
+        passes = StepPasses(stage, replica, lambda: None)
+        output = passes.forward([torch.ones(m, 4)], m)
+        passes.attach(torch.ones((), requires_grad=True) if output is None else output).sum().backward()
+
+    step()  # connects the ranks
     dist.barrier()
     began = time.perf_counter()
     steps = 2
     for _ in range(steps):
-        runner.step(inputs, m)
+        step()
     dist.barrier()
     took = (time.perf_counter() - began) / steps
     return 1 - 3 * FORWARD_S * m / took if rank == 0 else None
@@ -184,12 +181,12 @@ def main() -> None:
     if options.experiment == "bubble":
         shares: dict[Any, list[float]] = {case: [] for case in BUBBLE}
         for _ in range(options.rounds):
-            for schedule, p, m in BUBBLE:
-                shares[schedule, p, m].append(in_processes(p, bubble, schedule, m)[0])
+            for p, m in BUBBLE:
+                shares[p, m].append(in_processes(p, bubble, m)[0])
         rows = []
-        for (schedule, p, m), idle in shares.items():
-            rows.append((schedule, p, m, f"{(p - 1) / (m + p - 1):.3f}", _spread(idle, ".3f")))
-        headers = ["schedule", "ranks", "microbatches", "theory", "idle"]
+        for (p, m), idle in shares.items():
+            rows.append((p, m, f"{(p - 1) / (m + p - 1):.3f}", _spread(idle, ".3f")))
+        headers = ["ranks", "microbatches", "theory", "idle"]
     else:
         peaks: dict[str, list[list[float]]] = {name: [] for name in MEMORY}
         for _ in range(options.rounds):
