@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_sm.training.strategies.pipeline.exchange import Replica, wait_for
 from lightning_sm.training.strategies.pipeline.forward import cut, run_forward
 from lightning_sm.training.strategies.pipeline.random_state import stage_stream
-from lightning_sm.training.strategies.pipeline.relay import relay
 from lightning_sm.training.strategies.pipeline.stage import Stage, as_output, as_tuple
 
 
@@ -26,6 +25,9 @@ class StepPasses:
         stage: This rank's stage.
         replica: The ranks of this replica.
         after: Called after the backward passes.
+
+    Attributes:
+        inputs: The inputs of this rank's stage, for each microbatch.
     """
 
     def __init__(self, stage: Stage, replica: Replica, after: Callable[[], None]) -> None:
@@ -33,12 +35,7 @@ class StepPasses:
         self._replica = replica
         self._after = after
         self._outputs: list[tuple[Tensor, ...]] = []
-        self._inputs: list[tuple[Tensor, ...]] = []
-
-    @property
-    def received(self) -> list[Tensor]:
-        """The tensors that this rank's stage got from the previous one; on the first rank, the network's inputs."""
-        return [value for inputs in self._inputs for value in inputs]
+        self.inputs: list[tuple[Tensor, ...]] = []
 
     def forward(self, inputs: Sequence[Tensor], number: int) -> Any:
         """Run the forward passes; a collective call within the replica.
@@ -66,10 +63,6 @@ class StepPasses:
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in as_tuple(value)]
         return as_output(_Attached.apply(self, *leaves))
 
-    def is_in(self, graph: Iterable[Any]) -> bool:
-        """Return whether a loss with these nodes in its autograd graph would run the backward passes."""
-        return any(getattr(node, "passes", None) is self for node in graph)
-
     def backward(self, gradients: Sequence[Tensor | None]) -> None:
         """Run the backward passes; a collective call within the replica. ``attach`` makes autograd call it.
 
@@ -78,12 +71,12 @@ class StepPasses:
         """
         given: Sequence[Any] = self._cut(gradients) if self._replica.is_last else self._outputs
         with self._replica.together():
-            relay(self._replica, given, self._run_backward, is_backward=True)
+            self._replica.relay(given, self._run_backward, is_backward=True)
         self._after()
 
     def _run_forward(self, _: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         outputs = as_tuple(self._stage(*inputs))
-        self._inputs.append(inputs)
+        self.inputs.append(inputs)
         self._outputs.append(outputs)
         return outputs
 
@@ -92,17 +85,16 @@ class StepPasses:
         trained = [(output, gradient) for output, gradient in pairs if gradient is not None]
         if trained:
             torch.autograd.backward([output for output, _ in trained], [gradient for _, gradient in trained])
-        return tuple(value.grad for value in self._inputs[number])
+        return tuple(value.grad for value in self.inputs[number])
 
     def _cut(self, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor | None, ...]]:
         """Return the gradients of each microbatch's outputs."""
-        number = len(self._outputs)
-        cut: list[Sequence[Tensor | None]] = []
-        for gradient, parts in zip(gradients, zip(*self._outputs, strict=True), strict=True):
-            if gradient is None or number == 1:
-                cut.append([gradient] * number)
-            else:
-                cut.append(torch.split(gradient, [len(part) for part in parts]))
+        cut = [
+            [gradient] * len(parts)
+            if gradient is None or len(parts) == 1
+            else torch.split(gradient, [len(part) for part in parts])
+            for gradient, parts in zip(gradients, zip(*self._outputs, strict=True), strict=True)
+        ]
         return list(zip(*cut, strict=True))
 
 
@@ -114,8 +106,7 @@ class _Attached(torch.autograd.Function):
         ctx.passes = passes
         ctx.set_materialize_grads(False)
         copies = [value.detach() for value in values]
-        pairs = zip(values, copies, strict=True)
-        ctx.mark_non_differentiable(*(copy for value, copy in pairs if not value.requires_grad))
+        ctx.mark_non_differentiable(*(copies[i] for i, value in enumerate(values) if not value.requires_grad))
         return tuple(copies)
 
     @staticmethod

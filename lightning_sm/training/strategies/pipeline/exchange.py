@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -66,23 +66,7 @@ class Replica:
 
     def send(self, value: Any, position: int) -> None:
         """Send a value to a position; the rank there must call ``receive``."""
-        wait_for(self.start_sending(value, position))
-
-    def start_sending(self, value: Any, position: int) -> list[dist.Work | None]:
-        """Send a value to a position, without waiting until it has arrived.
-
-        Args:
-            value: Any value; do not change its tensors before they have arrived.
-            position: The position in the pipeline; the rank there must call ``receive``.
-
-        Returns:
-            What to wait for.
-        """
-        tensors: list[Tensor] = []
-        around = torch.frombuffer(bytearray(pickle.dumps(self._without_tensors(value, tensors))), dtype=torch.uint8)
-        start = partial(dist.isend, dst=self.ranks[position])
-        sent = [start(part, group=self._objects) for part in (torch.tensor([len(around)]), around)]
-        return [*sent, *(start(tensor, group=self.group) for tensor in tensors)]
+        wait_for(self._start_sending(value, position))
 
     def receive(self, position: int, *, to_host: bool = False) -> Any:
         """Return the value that the rank at a position sends.
@@ -113,16 +97,60 @@ class Replica:
         own = apply_to_collection(value, Tensor, Tensor.cpu)
         return [own, *(self.receive(position, to_host=True) for position in range(1, len(self.ranks)))]
 
-    def raise_together(self, error: Exception | None) -> None:
-        """Raise on all ranks of the replica if one of them has an error; a collective call.
+    def relay(self, given: Sequence[Any], run: Callable[[int, Any], Any], *, is_backward: bool = False) -> list[Any]:
+        """Pass microbatches from rank to rank: take values from one, run this rank's part, and send others to the next.
+
+        Call it within ``together``. After an error, ranks send None, so that no rank waits for values.
 
         Args:
-            error: This rank's error.
+            given: For each microbatch, the values for the rank that begins; the other ranks use only the length.
+            run: Called with the number of a microbatch and the values that arrived. Returns the values to send.
+            is_backward: Whether values go from the last rank to the first.
+
+        Returns:
+            On the rank that ends, the results of ``run``, fewer if a rank has failed. On other ranks, nothing.
+
+        Raises:
+            Exception: The error of ``run`` on this rank, after all microbatches.
+        """
+        begins, ends, ahead = (self.is_last, self.is_first, -1) if is_backward else (self.is_first, self.is_last, 1)
+        results: list[Any] = []
+        sending: list[dist.Work] = []
+        error: Exception | None = None
+        for number, values in enumerate(given):
+            arrived = values if begins else self.receive(self.position - ahead)
+            result: Any = None
+            if arrived is not None and error is None:
+                try:
+                    result = run(number, arrived)
+                except Exception as raised:  # noqa: BLE001  # raised below
+                    error = raised
+            if not ends:
+                # Wait only now, so that this rank has computed while the values of the previous microbatch were sent.
+                wait_for(sending)
+                sending = self._start_sending(result, self.position + ahead)
+            elif result is not None:
+                results.append(result)
+        wait_for(sending)
+        if error is not None:
+            raise error
+        return results
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise an error from the block on all ranks of the replica; a collective call, which may be nested.
 
         Raises:
             Exception: On a rank with an error, that error.
             StrategyError: On the other ranks. The message names the first rank with an error, and quotes the error.
         """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            if raised is self._raised:
+                raise
+            error = raised
         failed = torch.tensor(int(error is not None))
         dist.all_reduce(failed, group=self._objects)
         if not failed:
@@ -136,17 +164,13 @@ class Replica:
         self._raised = error
         raise error
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Raise an error from the block on all ranks of the replica; a collective call, which may be nested."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:
-            if raised is self._raised:
-                raise
-            error = raised
-        self.raise_together(error)
+    def _start_sending(self, value: Any, position: int) -> list[dist.Work]:
+        """Send a value, which must not change before it has arrived, and return what to wait for."""
+        tensors: list[Tensor] = []
+        around = torch.frombuffer(bytearray(pickle.dumps(self._without_tensors(value, tensors))), dtype=torch.uint8)
+        start: Any = partial(dist.isend, dst=self.ranks[position])
+        sent = [start(part, group=self._objects) for part in (torch.tensor([len(around)]), around)]
+        return [*sent, *(start(tensor, group=self.group) for tensor in tensors)]
 
     def _without_tensors(self, value: Any, tensors: list[Tensor]) -> Any:
         def take(value: Tensor | bytes) -> Any:
@@ -179,12 +203,11 @@ class Replica:
         return apply_to_collection(around, (_Gap, bytes), fill)
 
 
-def wait_for(started: Iterable[dist.Work | None]) -> None:
-    """Wait until started transfers are done.
+def wait_for(started: Iterable[dist.Work]) -> None:
+    """Wait until transfers are done.
 
     Args:
         started: The transfers.
     """
     for work in started:
-        if work is not None:  # this rank is not in the group
-            work.wait()
+        work.wait()

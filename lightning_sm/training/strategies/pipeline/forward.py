@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.random_state import preserve_random_state, stage_stream
-from lightning_sm.training.strategies.pipeline.relay import relay
 from lightning_sm.training.strategies.pipeline.stage import Stage, as_output, as_tuple
 
 # Largest difference between outputs that counts as rounding, relative to the largest output. It exceeds one
@@ -68,7 +67,7 @@ def run_forward(replica: Replica, microbatches: Sequence[Any], run: Callable[[in
         Exception: On all ranks, if a rank fails.
     """
     with replica.together():
-        outputs = relay(replica, microbatches, run)
+        outputs = replica.relay(microbatches, run)
         # There are fewer if another rank has failed, and none on other ranks than the last.
         return _joined(outputs) if len(outputs) == len(microbatches) else None
 

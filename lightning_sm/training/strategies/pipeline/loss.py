@@ -47,14 +47,14 @@ def check_loss(loss: Tensor, where: str, module: LightningModule, passes: StepPa
     if loss.numel() != 1:
         raise StrategyError(f"{where} returned a loss of shape {tuple(loss.shape)}. Return one number.")
     nodes = _graph_of(loss)
-    if not passes.is_in(nodes):
+    if not any(getattr(node, "passes", None) is passes for node in nodes):  # set by passes.attach
         raise StrategyError(
             f"The loss of {where} does not depend on the network's output, or only on a part without gradients, so its "
             "backward pass would reach no stage. Compute it from the output, without detach() or torch.no_grad()."
         )
     leaves = {id(node.variable) for node in nodes if hasattr(node, "variable")}
     used = [name for name, parameter in module.named_parameters() if id(parameter) in leaves]
-    if used or any(id(tensor) in leaves for tensor in passes.received):
+    if used or any(id(value) in leaves for inputs in passes.inputs for value in inputs):
         what = f"the parameters {', '.join(used)}" if used else "values that a layer keeps"
         raise StrategyError(
             f"The loss of {where} uses {what} outside of the network's call, but each rank has only the layers of its "

@@ -28,11 +28,9 @@ def num_rows(batch: Any) -> int:
     """
     lengths = {len(tensor) for tensor in tensors_of(batch) if tensor.ndim}
     if len(lengths) != 1 or 0 in lengths:
-        numbers = ", ".join(map(str, sorted(lengths)))
-        found = f"tensors of {numbers} rows (dimension 0)" if lengths else "no tensor with rows"
+        found = f"tensors of {', '.join(map(str, sorted(lengths)))} rows" if lengths else "no tensor with rows"
         raise StrategyError(
-            f"A pipeline cuts batches into microbatches along dimension 0, but the batch ({type(batch).__name__}) has "
-            f"{found}. Return tensors with one row per sample; keep what does not depend on the sample in the "
-            "LightningModule."
+            f"In a pipeline, the tensors of a batch must have one row per sample (dimension 0), but the batch "
+            f"({type(batch).__name__}) has {found}. Keep what does not depend on the sample in the LightningModule."
         )
     return lengths.pop()

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lightning_sm.errors import StrategyError
 
@@ -34,7 +32,7 @@ class Stage(nn.Module):
             inputs: The output of the previous stage, or the network's inputs.
 
         Returns:
-            A contiguous tensor, or a tuple of at least two: process groups send only contiguous tensors.
+            A tensor, or a tuple of at least two.
 
         Raises:
             StrategyError: The last layer returns something else, which stages cannot exchange.
@@ -53,7 +51,7 @@ class Stage(nn.Module):
                 f"{self._names[-1]}, the last layer of its stage, returns a {shown}, but stages exchange a tensor or a "
                 "tuple of at least two tensors. Change what the layer returns, or cut elsewhere with split=[...]."
             )
-        return tree_map(torch.Tensor.contiguous, value)
+        return value
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -101,9 +100,8 @@ class StepEffects:
         trainer.should_stop |= should_stop
         if not self._replica.is_last:  # there, the loss's graph may need the buffers unchanged
             own = self._buffers()
-            with torch.no_grad():
-                for name, buffer in buffers.items():
-                    own[name].copy_(buffer)
+            for name, buffer in buffers.items():
+                own[name].copy_(buffer)
         for name, arguments, keywords in calls:
             getattr(self._module, name)(*(self._argument(value) for value in arguments), **keywords)
         take_random_state(state)
@@ -118,7 +116,7 @@ class StepEffects:
 
     def _buffers(self) -> dict[str, Tensor]:
         return {
-            f"{name}.{buffer}": value
+            f"{name}.{buffer}": value.detach()
             for name, part in self._parts.items()
             for buffer, value in part.named_buffers(recurse=False)
         }

@@ -17,10 +17,6 @@ from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.layers import Network
 from lightning_sm.training.strategies.pipeline.step_effects import StepEffects
 
-# Compare inputs in the first steps, and then in one of _EVERY_STEPS: ranks may come to differ late.
-_FIRST_STEPS = 10
-_EVERY_STEPS = 100
-
 
 class _LeftError(BaseException):
     """An exception that ends the user's step when it calls the network; ``except Exception`` does not catch it."""
@@ -104,16 +100,13 @@ class UserSteps:
         Raises:
             StrategyError: The inputs do not have the rows of the batch, or require gradients.
         """
-        if not inputs or any(not isinstance(value, Tensor) or not value.ndim or len(value) != rows for value in inputs):
+        are_rows = (isinstance(value, Tensor) and value.ndim and len(value) == rows for value in inputs)
+        if not inputs or not all(are_rows) or any(value.requires_grad for value in inputs):
             shown = ", ".join(str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in inputs)
             raise StrategyError(
-                f"{self.where} calls self.{self._name}(...) with ({shown}), but the batch has {rows} rows. "
-                "Microbatches are cut from these rows: pass tensors with one row (dimension 0) per sample."
-            )
-        if any(value.requires_grad for value in inputs):
-            raise StrategyError(
-                f"{self.where} passes self.{self._name}(...) inputs that require gradients, but the backward pass of a "
-                "pipeline ends at these inputs. Detach them, or move what computes them into the network."
+                f"{self.where} calls self.{self._name}(...) with ({shown}), but the batch has {rows} rows. Pass "
+                "tensors with one row (dimension 0) per sample, from which microbatches can be cut. They must be "
+                "detached: the backward pass ends there."
             )
 
     def compare_inputs(self, inputs: tuple[Tensor, ...]) -> None:
@@ -170,12 +163,3 @@ class UserSteps:
         if not calls:
             raise StrategyError(f"{where} does not call self.{self._name}(...), the network.")
         return result
-
-
-def is_compared(step: int) -> bool:
-    """Return whether to compare the inputs of a step between the ranks, which takes time.
-
-    Args:
-        step: Number of steps before this one, the same on all ranks.
-    """
-    return step < _FIRST_STEPS or step % _EVERY_STEPS == 0

@@ -38,13 +38,16 @@ from lightning_sm.training.strategies.pipeline.loss import check_loss, loss_of
 from lightning_sm.training.strategies.pipeline.placement import PlacementOrder, num_stages, replicas_of
 from lightning_sm.training.strategies.pipeline.random_state import random_state, stage_stream, take_random_state
 from lightning_sm.training.strategies.pipeline.rows import num_rows
-from lightning_sm.training.strategies.pipeline.steps import UserSteps, is_compared
+from lightning_sm.training.strategies.pipeline.steps import UserSteps
 from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tied
 
 logger = logging.getLogger(__name__)
 
 # The oldest version that was tested. Earlier versions of this package hung with older ones, on Gloo.
 _OLDEST_TORCH = "2.10"
+# The training steps in which ranks compare their inputs: the first ones, and then one in _EVERY_STEPS.
+_FIRST_STEPS, _EVERY_STEPS = 10, 100
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 _TIMEOUT = timedelta(minutes=30)  # torch's and Lightning's default
 
 
@@ -323,21 +326,15 @@ class PipelineParallelStrategy(DDPStrategy):
             ranks = ", ".join(str(ranks[stage]) for ranks in self._replicas)
             rows.append((stage, ranks, layers, f"{sum(parameter.numel() for parameter in parameters):,}"))
         self._report(rows)
-        self._warn_of_batch_norm(network)
         tied = find_tied(module, stages)
         self._checkpoint = LogicalCheckpoint(module, self._replica, tied)
-        own = network.stage(parts[self._replica.position])
+        self._stage = network.stage(parts[self._replica.position])
         network.keep(parts[self._replica.position])
-        materialize(list(own.layers), self.root_device)
+        materialize(list(self._stage.layers), self.root_device)
         self._tied = TiedWeights(module, tied, self._replica)
-        self._stage = own
+        everywhere = self._outputs == "all"
         self._steps = UserSteps(
-            module,
-            network,
-            self._replica,
-            self._forward_everywhere,
-            self._data_group,
-            are_everywhere=self._outputs == "all",
+            module, network, self._replica, self._forward_everywhere, self._data_group, are_everywhere=everywhere
         )
 
     def _parts(self, network: Network) -> list[range]:
@@ -367,15 +364,8 @@ class PipelineParallelStrategy(DDPStrategy):
             logger.info(
                 "Only the ranks of the last stage run steps to the end. To run them on all ranks, set outputs: all."
             )
-
-    def _warn_of_batch_norm(self, network: Network) -> None:
-        kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-        found = {type(one).__name__ for layer in network.layers for one in layer.modules() if isinstance(one, kinds)}
-        if found and self._num_microbatches > 1 and self.global_rank == 0:
-            logger.warning(
-                "%s computes statistics of microbatches, not of batches. GroupNorm and LayerNorm compute none.",
-                ", ".join(sorted(found)),
-            )
+        if self._num_microbatches > 1 and any(isinstance(one, _BATCH_NORMS) for one in self._module.modules()):
+            logger.warning("BatchNorm computes statistics of microbatches; GroupNorm and LayerNorm do not.")
 
     # Steps
 
@@ -398,7 +388,8 @@ class PipelineParallelStrategy(DDPStrategy):
                 self._steps.check_inputs(inputs, rows)
             if self._num_steps == 0 and microbatches > 1:
                 refuse_mixed_rows(self._stage, self._replica, [value[: 2 * rows // microbatches] for value in inputs])
-            if is_compared(self._num_steps):
+            # Comparing takes time, but ranks may come to differ late.
+            if self._num_steps < _FIRST_STEPS or self._num_steps % _EVERY_STEPS == 0:
                 self._steps.compare_inputs(inputs)
             output = passes.forward(inputs, microbatches)
             if self._outputs == "all":

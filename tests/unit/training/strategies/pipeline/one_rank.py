@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
 from lightning_sm.training.strategies.pipeline.backward import StepPasses
+from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.stage import Stage
 
 
-class OneRank:
+class OneRank(Replica):
     """A replica of one rank, which exchanges nothing."""
 
-    position = 0
-    is_first = is_last = True
+    def __init__(self) -> None:
+        self.position, self.is_first, self.is_last = 0, True, True
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -26,5 +26,4 @@ class OneRank:
 
 def passes_of(network: nn.Module, after: Callable[[], None] = lambda: None) -> StepPasses:
     """The passes of a step through a network on one rank."""
-    replica: Any = OneRank()
-    return StepPasses(Stage([network], ["network"], is_first=True), replica, after)
+    return StepPasses(Stage([network], ["network"], is_first=True), OneRank(), after)

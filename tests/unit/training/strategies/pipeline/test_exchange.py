@@ -7,6 +7,13 @@ from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline import exchange
 
 
+class Done:
+    """A transfer that is done."""
+
+    def wait(self):
+        """Do nothing."""
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """Stubs of the collective calls, and the names and groups of the calls made."""
@@ -16,6 +23,7 @@ def calls(monkeypatch):
         def call(*arguments, group=None, **keywords):
             assert "device" not in keywords
             made.append((name, group))
+            return Done()
 
         return call
 
@@ -52,9 +60,10 @@ def test_an_error_of_a_block_is_raised_on_all_ranks_once(calls):
 
 def test_whether_a_rank_has_an_error_is_asked_on_cpus(calls):
     """Ranks exchange errors over the CPU group in each step, without waiting for the device."""
-    replica().raise_together(None)
+    with replica().together():
+        pass
     assert calls == [("all_reduce", "objects")]
     calls.clear()
-    with pytest.raises(StrategyError, match="mine"):
-        replica().raise_together(StrategyError("mine"))
+    with pytest.raises(StrategyError, match="mine"), replica().together():
+        raise StrategyError("mine")
     assert calls == [("all_reduce", "objects"), ("all_gather_object", "objects")]

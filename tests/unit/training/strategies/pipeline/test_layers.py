@@ -81,26 +81,6 @@ def test_a_layer_that_works_in_place_can_begin_a_stage():
     assert x.grad is not None
 
 
-def test_what_stages_exchange_is_contiguous():
-    """Stages exchange contiguous activations and gradients, as process groups require, whatever the layers return."""
-
-    class Halves(nn.Module):
-        def forward(self, x):
-            return x[:, :2], x[:, 2:]
-
-    class Join(nn.Module):
-        def forward(self, halves):
-            return torch.cat(halves, 1)  # makes its inputs' gradients narrow views
-
-    module = module_of(network=nn.Sequential(nn.Linear(4, 4), Halves(), Join(), nn.Linear(4, 1)))
-    cut = Network(module, None)
-    halves = cut.stage(range(2))(torch.randn(3, 4))
-    assert all(half.is_contiguous() for half in halves)
-    inputs = tuple(half.detach().requires_grad_() for half in halves)
-    cut.stage(range(2, 4))(*inputs).sum().backward()
-    assert all(half.grad.is_contiguous() for half in inputs)
-
-
 def test_layers_exchange_tuples():
     """A tuple between layers is one argument, as in an nn.Sequential, even at a stage boundary."""
 

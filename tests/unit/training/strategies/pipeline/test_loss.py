@@ -86,7 +86,7 @@ def test_a_loss_that_does_not_depend_on_the_output_is_refused(loss: Any):
             "the parameters .*weight, .*bias",
         ),
         (
-            lambda model, output, passes: output.sum() + passes.received[0].requires_grad_().sum(),
+            lambda model, output, passes: output.sum() + passes.inputs[0][0].requires_grad_().sum(),
             "values that a layer keeps",
         ),
     ],

@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 
-from lightning_sm.training.strategies.pipeline.relay import relay
+from lightning_sm.training.strategies.pipeline.exchange import Replica
 
 
-class Rank:
+class Rank(Replica):
     """The middle, first or last of three ranks; receives numbers, and records what it sends."""
 
     def __init__(self, position: int, arriving: list[Any]) -> None:
         self.position, self.is_first, self.is_last = position, position == 0, position == 2
         self.arriving, self.sent = arriving, []
 
-    def receive(self, position: int) -> Any:
+    def receive(self, position: int, *, to_host: bool = False) -> Any:
         """The next value from the rank before."""
         self.sent.append(f"from {position}")
         return self.arriving.pop(0)
 
-    def start_sending(self, value: Any, position: int) -> list[Any]:
+    def _start_sending(self, value: Any, position: int) -> list[Any]:
         """Record the value."""
         self.sent.append((value, position))
         return []
@@ -29,8 +29,8 @@ class Rank:
 
 def passed(position: int, arriving: list[Any], *, is_backward: bool = False) -> tuple[list[Any], list[Any]]:
     """The results on a rank that adds ten, and what it exchanged."""
-    rank: Any = Rank(position, arriving)
-    return relay(rank, [1, 2], lambda number, value: value + 10 + number, is_backward=is_backward), rank.sent
+    rank = Rank(position, arriving)
+    return rank.relay([1, 2], lambda number, value: value + 10 + number, is_backward=is_backward), rank.sent
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_values_go_through_all_ranks(position: int, is_backward: bool, results: 
 
 def test_after_an_error_none_is_passed_on():
     """A rank that fails raises its error only at the end, so that those after it get a value for each microbatch."""
-    rank: Any = Rank(1, [1, 2, 3])
+    rank = Rank(1, [1, 2, 3])
     ran = []
 
     def run(number: int, value: int) -> int:
@@ -61,7 +61,7 @@ def test_after_an_error_none_is_passed_on():
         return value
 
     with pytest.raises(ZeroDivisionError):
-        relay(rank, [None] * 3, run)
+        rank.relay([None] * 3, run)
     assert [sent for sent in rank.sent if isinstance(sent, tuple)] == [(1, 2), (None, 2), (None, 2)]
     assert ran == [0, 1]
     assert passed(2, [None, 6]) == ([17], ["from 1", "from 1"])

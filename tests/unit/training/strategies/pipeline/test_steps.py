@@ -121,7 +121,7 @@ def test_the_step_logs_and_counts_the_whole_batch_once(are_everywhere: bool):
         (lambda model, batch: model.network(input=batch[0]), r"self.network\(input=...\).*remove the names"),
         (lambda model, batch: model.network(3), r"with \(int\)"),
         (lambda model, batch: model.network(), r"with \(\)"),
-        (lambda model, batch: model.network(batch[0].clone().requires_grad_()), "inputs that require gradients"),
+        (lambda model, batch: model.network(batch[0].clone().requires_grad_()), "must be detached"),
         (lambda model, batch: [model.network(batch[0]) for _ in range(2)], "calls the network several times"),
     ],
 )
