@@ -12,7 +12,6 @@ from typing import Any, Literal, cast, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from lightning_sm._lightning import (
     DDPStrategy,
@@ -43,8 +42,6 @@ from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tie
 
 logger = logging.getLogger(__name__)
 
-# The oldest version that was tested. Earlier versions of this package hung with older ones, on Gloo.
-_OLDEST_TORCH = "2.10"
 # The training steps in which ranks compare their inputs: the first ones, and then one in _EVERY_STEPS.
 _FIRST_STEPS, _EVERY_STEPS = 10, 100
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -97,11 +94,6 @@ class PipelineParallelStrategy(DDPStrategy):
         timeout: timedelta | None = _TIMEOUT,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        if TorchVersion(torch.__version__) < _OLDEST_TORCH:
-            raise StrategyError(
-                f"strategy=pipeline needs torch {_OLDEST_TORCH} or newer, but this is {torch.__version__}. "
-                "Update torch, or use strategy=fsdp."
-            )
         for option, value, known in (
             ("placement", placement, get_args(PlacementOrder)),
             ("outputs", outputs, ("loss", "all")),
