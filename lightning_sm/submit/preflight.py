@@ -133,12 +133,14 @@ def _limits(job: Job) -> Iterator[JobProblem]:
             "either end (the time is appended).",
         )
     if job.max_run_s > _MAX_RUN_S:
-        yield JobProblem("max_run_s", f"max_run_s is {job.max_run_s}; the service allows {_MAX_RUN_S} (28 days).")
+        yield JobProblem(
+            "max_run_s", f"max_run_s is {job.max_run_s}; the service allows at most {_MAX_RUN_S} (28 days)."
+        )
     if repeated := [name for name, number in Counter(job.metrics).items() if number > 1]:
         yield JobProblem("metrics", f"metrics names {', '.join(repeated)} more than once.")
     for tag in job.tags:
         if tag.lower().startswith("aws:"):
-            yield JobProblem(f"tags.{tag}", f"tags: {tag} begins with aws:, which AWS reserves for itself.")
+            yield JobProblem(f"tags.{tag}", f"tags: {tag} begins with aws:, a prefix that only AWS may use.")
     if job.spot is not None and job.spot.max_wait_s < job.max_run_s:
         yield JobProblem(
             "spot.max_wait_s",

@@ -81,5 +81,5 @@ def _digest(values: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the text of a path, or the numbers in an array, tensor or range; or else the value, which json refuses."""
+    """Return a path as text, and an array, tensor or range as a list of numbers; ``json`` refuses all other values."""
     return str(value) if isinstance(value, Path) else np.asarray(value).tolist()

@@ -15,7 +15,7 @@ from typing import Literal
 from lightning_sm.data.settings import Credentials
 from lightning_sm.job.variables import JOB_SECRET
 
-PROTOCOL_VERSION = "2"
+PROTOCOL_VERSION = "3"
 SERVICE = "lightning_sm.DataHost"
 
 # Data hosts unpickle the payload of these calls (datasets, DataModules, sampler output), so both sides must prove the

@@ -125,9 +125,9 @@ class Doorman:
             _attach(self._socket, program(networks))
         except OSError as error:
             logger.warning(
-                "This data host accepts connections from all addresses: the kernel takes no filter for the %d "
-                "addresses that it trusts (%s). Only the job's token keeps others out; mutual TLS "
-                "(data_service.tls_authority) would, too.",
+                "This data host accepts connections from all addresses: the kernel rejected the filter for the %d "
+                "addresses that it trusts (%s). Only the job's token keeps others out. For mutual TLS, set "
+                "data_service.tls_authority.",
                 len(networks),
                 error.strerror,
             )

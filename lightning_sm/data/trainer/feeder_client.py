@@ -119,7 +119,7 @@ class FeederClient:
     def _close_sources(self) -> None:
         while self._closing:
             opening = self._closing.popleft()
-            if opening not in self._held:  # else, it has been opened again
+            if opening not in self._held:  # otherwise, it has been opened again
                 self._opened_sources.pop(opening.name, None)
                 self._send(kinds.CloseSource(opening.name))
 

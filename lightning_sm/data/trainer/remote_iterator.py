@@ -129,7 +129,7 @@ class RemoteIterator(_BaseDataLoaderIter):
             self._source.connection.reporter.batch(self._source.trainer, self._batches.figures, is_step=self._is_step)
         if not self._pin_memory:
             return batch
-        # A copy, as in torch, which knows when a GPU has read it. Unlike the slot, it can thus be reused in time.
+        # A copy, as in torch, whose allocator knows when a GPU has read it. Nothing here would know that of the slot.
         return _utils.pin_memory.pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
 
 

@@ -222,7 +222,7 @@ def test_a_trainer_of_another_version_is_told_both_versions(monkeypatch):
     """A data host with another protocol version is reported at once, with both versions."""
     monkeypatch.setattr(grpc_transport, "PROTOCOL_VERSION", "99")
     with FakeHost().serving() as address:
-        assert "data host fake speaks version 99 of the protocol, this trainer version 2." in refusal(address)
+        assert "data host fake speaks version 99 of the protocol, this trainer version 3." in refusal(address)
 
 
 @pytest.mark.parametrize("is_mutual", [True, pytest.param(False, marks=pytest.mark.proof)])

@@ -68,7 +68,7 @@ def test_registries_of_every_partition_are_known(registry, region):
             {"max_restarts": 3, "environment": {"LIGHTNING_SM_MAX_RESTARTS": "2"}, "checkpoints": "s3://bucket/c"},
             ["environment has LIGHTNING_SM_MAX_RESTARTS, which the key max_restarts sets"],
         ),
-        ({"max_run_s": 2419201}, ["max_run_s is 2419201", "2419200 (28 days)"]),
+        ({"max_run_s": 2419201}, ["max_run_s is 2419201", "at most 2419200 (28 days)"]),
         ({"metrics": ["val_acc", "loss", "val_acc"]}, ["metrics names val_acc more than once"]),
         ({"tags": {"AWS:x": "y"}}, ["AWS:x begins with aws:"]),
         ({"source_dir": "/nix/nirgends", "script": "a.py"}, ["source_dir", "/nix/nirgends"]),

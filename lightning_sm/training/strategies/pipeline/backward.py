@@ -99,7 +99,7 @@ class StepPasses:
 
 
 class _Attached(torch.autograd.Function):
-    """The identity, whose backward pass runs those of a step."""
+    """The identity function, whose backward pass runs the backward passes of a step."""
 
     @staticmethod
     def forward(ctx: Any, passes: StepPasses, *values: Tensor) -> tuple[Tensor, ...]:

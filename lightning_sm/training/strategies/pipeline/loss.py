@@ -55,11 +55,11 @@ def check_loss(loss: Tensor, where: str, module: LightningModule, passes: StepPa
     leaves = {id(node.variable) for node in nodes if hasattr(node, "variable")}
     used = [name for name, parameter in module.named_parameters() if id(parameter) in leaves]
     if used or any(id(value) in leaves for inputs in passes.inputs for value in inputs):
-        what = f"the parameters {', '.join(used)}" if used else "values that a layer keeps"
+        what = f"the parameters {', '.join(used)}" if used else "values that a layer has kept"
         raise StrategyError(
-            f"The loss of {where} uses {what} outside of the network's call, but each rank has only the layers of its "
-            "stage. For weight decay, use the optimizer's weight_decay; move layers into the network; have layers "
-            "return auxiliary losses, in a tuple."
+            f"The loss of {where} uses {what} directly, not only the network's output, but each rank has only the "
+            "layers of its stage. For weight decay, use the optimizer's weight_decay; move layers into the network; "
+            "have layers return auxiliary losses, in a tuple."
         )
 
 

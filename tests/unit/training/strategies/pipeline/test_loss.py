@@ -87,14 +87,14 @@ def test_a_loss_that_does_not_depend_on_the_output_is_refused(loss: Any):
         ),
         (
             lambda model, output, passes: output.sum() + passes.inputs[0][0].requires_grad_().sum(),
-            "values that a layer keeps",
+            "values that a layer has kept",
         ),
     ],
     ids=["weight decay", "alias", "auxiliary loss", "kept input"],
 )
 def test_a_loss_that_uses_a_stage_in_other_ways_is_refused(loss: Any, used: str):
     """The message names the parameters: a rank has only those of its stage."""
-    with pytest.raises(StrategyError, match=rf"uses {used} outside of the network's call"):
+    with pytest.raises(StrategyError, match=rf"uses {used} directly, not only the network's output"):
         check(loss)
 
 
