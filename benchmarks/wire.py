@@ -1,4 +1,4 @@
-"""Compare the data service's transport to raw TCP, to gRPC alone and to the AWS sample ("seed"), on loopback.
+"""Compare the data service's transport to raw TCP, gRPC alone, the AWS sample ("seed") and rpcdataloader, on loopback.
 
 This measures the transport of a batch from a data host's memory to a tensor in the training process. The baselines are
 in ``wire_baselines.py``. Batches cost nothing to build: the collate function returns an existing tensor, which the
@@ -7,6 +7,7 @@ baselines do not make, is included. So is the work of the loader's sampler in th
 index of each sample. CPU time includes all processes: workers, server process and main process of the data host; feeder
 and training process of the trainer.
 
+    pip install -e . protobuf rpcdataloader
     python benchmarks/wire.py --payload a c --rounds 5
 """
 
@@ -148,9 +149,9 @@ def rows(payload: str, results: dict[str, list[dict[str, float]]]) -> Iterator[l
     }
     for name in results:
         line = [payload, name, spread(speeds[name])]
-        line += [ratio(speeds[name], speeds[other]) for other in ("raw-tcp", "grpcio", "h2", "seed-npsave", "seed")]
+        line += [ratio(speeds[name], speeds[other]) for other in BASELINES]
         line += [spread(costs[name])]
-        line += [ratio(costs[name], costs[other]) for other in ("grpcio", "h2", "seed-npsave", "seed")]
+        line += [ratio(costs[name], costs[other]) for other in BASELINES if other != "raw-tcp"]
         yield line
 
 
@@ -170,8 +171,8 @@ def main() -> None:
                 in_child, ours, payload=payload, workers=args.workers, samples=samples, **limits
             )
         table += rows(payload, in_turn(variants, args.rounds))
-    headers = ["payload", "transport", "GB/s", "x raw TCP", "x grpcio", "x h2", "x seed-npsave", "x seed"]
-    headers += ["CPU s/GB", "x grpcio", "x h2", "x seed-npsave", "x seed"]
+    names = [f"x {name}" for name in BASELINES]
+    headers = ["payload", "transport", "GB/s", *names, "CPU s/GB", *names[1:]]
     sys.stdout.write(machine() + draw_table(table, headers) + "\n")
 
 

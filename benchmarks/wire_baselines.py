@@ -11,9 +11,13 @@ Each baseline has one server and one client process, on separate cores and over 
     seed         The encoding of the AWS sample (amazon-sagemaker-examples, pt.grpc.sagemaker): `tobytes` on the server,
                  `np.frombuffer` and `torch.tensor` on the client. It is faster than `np.save`, so the comparison is
                  fairer.
+    rpcdataloader
+                 Version 0.2.1, whose dataset returns whole batches, in tensors that share its server's memory. (With
+                 samples, it would send their collate function with each request.)
 
-The batches exist in the server's memory, so only encoding, transport and decoding count. Needs protobuf and torch.
+The batches exist in the server's memory, so only encoding, transport and decoding count.
 
+    pip install -e . protobuf rpcdataloader
     python benchmarks/wire_baselines.py --payload a --seconds 3
     python benchmarks/wire_baselines.py --payload a c --rounds 5 --server-cores 0,1 --client-cores 2,3
 """
@@ -336,12 +340,55 @@ def receive_seed(payload: Payload, port: int, decode: Callable[[bytes, str], np.
             yield image.numpy().data.cast("B")
 
 
+class ReadyBatches:
+    """A dataset of batches in memory, which rpcdataloader makes on its server."""
+
+    def __init__(self, payload: Payload) -> None:
+        import torch
+
+        arrays = (np.frombuffer(slot, payload.dtype).reshape(payload.shape) for slot in sources(payload))
+        self.batches = [torch.from_numpy(array) for array in arrays]
+
+    def __len__(self) -> int:
+        """Return the number of batches, more than any run takes."""
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a batch."""
+        return self.batches[index % NUM_SOURCES]
+
+
+def serve_rpcdataloader(_payload: Payload) -> None:
+    """Answer requests, two at a time."""
+    from rpcdataloader import rpc
+
+    listen = rpc._create_server
+
+    def listen_and_tell(*args: Any, **options: Any) -> socket.socket:
+        listener = listen(*args, **options)
+        os.write(1, b"%d\n" % listener.getsockname()[1])
+        return listener
+
+    rpc._create_server = listen_and_tell  # run_worker does not say which free port it found
+    rpc.run_worker(LOOPBACK, 0, parallel=2)
+
+
+def receive_rpcdataloader(payload: Payload, port: int) -> Iterator[memoryview]:
+    """Yield the memory of each tensor."""
+    from rpcdataloader import RPCDataloader, RPCDataset
+
+    dataset = RPCDataset([f"{LOOPBACK}:{port}"], ReadyBatches, payload)
+    for batch in RPCDataloader(dataset, batch_size=None, prefetch_factor=NUM_OUTSTANDING):
+        yield batch.numpy().data.cast("B")
+
+
 BASELINES: dict[str, tuple[Callable[..., None], Callable[..., Iterator[memoryview]]]] = {  # server, client
     "raw-tcp": (serve_raw_tcp, receive_raw_tcp),
     "grpcio": (serve_grpcio, receive_grpcio),
     "h2": (serve_grpcio, receive_h2),
     "seed-npsave": (partial(serve_seed, encode=np_save), partial(receive_seed, decode=np_load)),
     "seed": (partial(serve_seed, encode=np.ndarray.tobytes), partial(receive_seed, decode=np.frombuffer)),
+    "rpcdataloader": (serve_rpcdataloader, receive_rpcdataloader),
 }
 
 
