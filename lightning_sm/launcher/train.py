@@ -92,8 +92,9 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
         output_dir = job.output_dir
         topology = Topology.from_job(job)
         place = _place(job, topology)
-        launcher = _HostLauncher(job, topology, place, env, script=script, args=args)
-        outcome = launcher.run()
+        with ControlFolder(CONTROL_DIR.read(env) or Path(tempfile.mkdtemp(prefix="lightning_sm-"))) as control:
+            launcher = _HostLauncher(job, topology, place, control, env, script=script, args=args)
+            outcome = launcher.run()
     except LightningSMError as error:
         _LOG.error("error: %s", error)
         outcome = Outcome.of_exit_code(_USAGE_EXIT_CODE, error_reason(error, place))
@@ -118,6 +119,7 @@ class _HostLauncher:
         job: SageMakerJob,
         topology: Topology,
         place: Place,
+        control: ControlFolder,
         env: Mapping[str, str],
         *,
         script: str | None,
@@ -126,15 +128,14 @@ class _HostLauncher:
         self._job = job
         self._topology = topology
         self._place = place
+        self._control = control
         self._env = env
         self._timings = Timings(peers_timeout_s=PEERS_TIMEOUT_S.read(env))
         self._max_restarts = MAX_RESTARTS.read(env)
         self._schedule = STOP_SCHEDULE.read(env)
-        folder = CONTROL_DIR.read(env) or Path(tempfile.mkdtemp(prefix="lightning_sm-"))
-        self._control = ControlFolder(folder)
-        self._child = ChildProcess(self._schedule, self._control)
+        self._child = ChildProcess(self._schedule, control)
         self._record = HostRecord(job, topology.role, env)
-        builder = CommandBuilder(job, topology, env, Preparation(self._child, env), self._record, self._control)
+        builder = CommandBuilder(job, topology, env, Preparation(self._child, env), self._record, control)
         self._build = partial(builder.build, script, args)
         self._hang_s = HANG_S.read(env)
         self._report_s = REPORT_S.read(env)
@@ -174,7 +175,7 @@ class _HostLauncher:
         child.on_look = self._look
         self._warn_without_secret()
         self._peers = self._make_peers()
-        with self._peers, self._control, self._record:
+        with self._peers, self._record:
             while self._state.phase is not LauncherPhase.OVER:
                 event = self._works[self._state.phase]() or lifecycle.Done()
                 self._take_news()
