@@ -341,7 +341,7 @@ def receive_seed(payload: Payload, port: int, decode: Callable[[bytes, str], np.
 
 
 class ReadyBatches:
-    """A dataset of batches in memory, which rpcdataloader makes on its server."""
+    """A dataset of batches in memory, which rpcdataloader creates on its server."""
 
     def __init__(self, payload: Payload) -> None:
         import torch

@@ -321,10 +321,10 @@ def test_wrong_setting_ends_the_host_before_the_script(base, work, tmp_path, nam
     (work / "train.py").write_text("print('started')\nraise SystemExit(5)")
     (temporary := tmp_path / "temporary").mkdir()
     ended = train(base, work, "train.py", **{name: value, "TMPDIR": str(temporary)})
-    assert not [*temporary.iterdir()]
     assert (ended.returncode, ended.stdout) == (2, "")
     assert failure(base).startswith(f"JobConfigError: {name}={value!r}: expected ")
     assert "Traceback" not in ended.stderr
+    assert not [*temporary.iterdir()]
 
 
 def test_outside_of_sagemaker_the_emulator_is_named(tmp_path, work):
